@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ RECORDED = {
     "buffers": "buffers",
     "optimizer": "optimizer state",
 }
+
+#: Of the page's lines, except paths.
+WIDTH = 78
 
 
 @dataclass(frozen=True)
@@ -83,22 +87,26 @@ def page(report: CheckReport) -> str:
     # A difference before the resume is not the resume's fault: say what else it may be.
     if report.first is not None and report.first < report.resumed_from:
         lines.append(
-            "that is before the resume: the training draws from something that follows no seed, or an operation"
+            "that is before the resume: the training draws from something that follows no seed, or an operation does "
+            "not give the same bits each time (train.deterministic: true refuses those)"
         )
-        lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
     elif report.first is not None and report.first == report.resumed_from:
         lines.append(
-            "that is the first step after the resume: it uses something that no checkpoint has, such as a batch drawn"
-        )
-        lines.append(
-            "  before the loop or by the step before (docs/loop.md), or a variable not handed to run.resumable"
+            "that is the first step after the resume: it uses something that no checkpoint has, such as an optimizer "
+            "or another variable not handed to run.resumable, or a batch drawn before the loop or by the step before "
+            "(docs/loop.md)"
         )
     if report.worst_loss is not None:
-        why = "models with batch statistics or dropout draw"
-        more = "them for each rank, so that another number of ranks is another training (--tolerance)"
+        why = (
+            "models with batch statistics or dropout draw them for each rank, so that another number of ranks is "
+            "another training (--tolerance)"
+        )
         if report.moving_shares:
-            why = "more is not promised, for the shares follow the ranks' speed (data.share: auto),"
-            more = "which is another one each time; batch statistics and dropout follow the shares (--tolerance)"
-        lines += [f"loss: equal to {report.worst_loss:.1e} of its value; {why}", f"  {more}"]
+            why = (
+                "more is not promised, for the shares follow the ranks' speed (data.share: auto), which is another one "
+                "each time; batch statistics and dropout follow the shares (--tolerance)"
+            )
+        lines.append(f"loss: equal to {report.worst_loss:.1e} of its value; {why}")
+    lines = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines]
     lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), report.runs, strict=True))]
     return "\n".join(lines)
