@@ -353,7 +353,10 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
             if full in _NAMES_OF_EXTENDS:
                 raise layer.error(key_node, f"unknown key {full!r}; what names the config below this is extends: FILE")
             # Likeliest is a key misspelled in this section, of this name in another, or the job's own.
-            here = [f"{prefix}{name}" for name in valid]
+            hints, has_keys = hints_of(schema), isinstance(value, MappingNode)
+            here = [
+                f"{prefix}{n}" for n in valid if not has_keys or is_dataclass(hints[n]) or container_of(hints[n], dict)
+            ]
             leaf = full.rpartition(".")[2]
             elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
             there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())

@@ -106,6 +106,7 @@ def test_a_config_has_every_key_of_its_job_resolved(job: Path) -> None:
     [
         ("params.widht=3", "unknown key 'params.widht'; did you mean 'params.width'? valid here: act, block, colour"),
         ("params.block.head=3", "unknown key 'params.block.head'; did you mean 'params.block.heads'? valid here: "),
+        ("arg.width=3", "unknown key 'arg'; did you mean 'args'? valid here: "),
         ("width=3", "unknown key 'width'; a key of the job's own is params.width; valid here: "),
         ("params.width=a", "params.width: 'a' is text, and this key takes a whole number"),
         ("params.width=1.5", "params.width: '1.5' is a number, and this key takes a whole number"),
