@@ -170,7 +170,9 @@ def _best(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Na
         print(show.as_json([_as_data(each) for each in ranked]))
     elif not ranked:
         names = sorted({name for each in found for name in each.metrics})
-        known = f"; there are: {', '.join(names)}" if names else "; no run has written any yet, as run.log in a loop does"
+        known = (
+            f"; there are: {', '.join(names)}" if names else "; no run has written any yet, as run.log in a loop does"
+        )
         raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}{known}")
     else:
         _table(ranked, metric, tables.width(args)).print()

@@ -36,7 +36,6 @@ def page(told: dict[str, Any]) -> str:
         lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
-    lines += [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
     lines += changes.lines(told["changes"])
     lines += [f"staging: {line}" for line in told["staging"]]
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
@@ -48,6 +47,8 @@ def page(told: dict[str, Any]) -> str:
     lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
         lines += ["", str(Table(_attempt_rows(attempts[-12:])))]
+    starts = [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
+    lines += ["", *starts] if starts else []
     if used := registry.call("efficiency_lines", told["efficiency"]):
         lines += ["", *used]
     return "\n".join([*lines, "", f"next: {told['next']}"])
