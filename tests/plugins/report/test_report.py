@@ -175,6 +175,8 @@ def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -
         page = report(*argv)
         classes = [each["class"] for each in page.named("path")]
         assert {"line s0", "line s1"} <= set(classes)
+        marks = [each["class"] for each in page.named("line") if each["class"].startswith("restart")]
+        assert set(marks) == {"restart of-run s0"}, "the first run has two attempts"
         row = page.texts.index("config optim.lr")
         assert page.texts[row + 1 : row + 3] == ["0.05", "0.5"]
     assert sum(tag == "h1" for tag, _ in page.elements) == 1, "the other run is only compared with"

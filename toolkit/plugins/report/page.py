@@ -63,8 +63,8 @@ def _figures(runs: Sequence[ReportFacts]) -> tuple[dict[str, str], list[str]]:
         (piece.last[0] for facts in runs for curve in facts.curves.values() for piece in curve.pieces.values()),
         default=1,
     )
-    restarts = [attempt.step_start or 0 for attempt in runs[0].attempts[1:]] if len(runs) == 1 else []
-    restarts = sorted({*restarts})[-sections.MOST_ATTEMPTS :]
+    begun = {(attempt.step_start or 0, number) for number, run in enumerate(runs) for attempt in run.attempts[1:]}
+    restarts = sorted(begun)[-sections.MOST_ATTEMPTS :]
     figures, left_bytes = dict[str, str](), CHART_BYTES
     for tag in tags:
         curves = [(facts.title, facts.curves.get(tag)) for facts in runs]
