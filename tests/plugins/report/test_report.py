@@ -182,6 +182,12 @@ def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -
     assert sum(tag == "h1" for tag, _ in page.elements) == 1, "the other run is only compared with"
 
 
+def test_points_of_a_sweep_are_told_apart_by_what_was_swept(run: RunDir) -> None:
+    (run.path / "point.json").write_text(json.dumps({"sweep": "rates", "id": "a", "values": {"optim.lr": 0.05}}))
+    page = report(run.id, made("other").id)
+    assert {f"{run.name}/{run.id} (optim.lr=0.05)", "Time of optim.lr=0.05"} <= {text.strip() for text in page.texts}
+
+
 def test_what_was_asked_and_used_is_a_table_with_the_next_request(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,12 @@ class ReportFacts:
     def title(self) -> str:
         return f"{self.run.name}/{self.run.id}"
 
+    @property
+    def point(self) -> str:
+        """Return what tells a point of a sweep from the others, ``key=value``; empty for another run."""
+        point = self.run.point([])
+        return ", ".join(f"{key}={self.config.get(key, '?')}" for key in point.values) if point is not None else ""
+
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON, with the curves' ends and extremes instead of their points."""
         told = run_facts.as_data(dict(self.told))

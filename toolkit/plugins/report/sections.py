@@ -44,7 +44,7 @@ def key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
     if spent_s := wall_s(facts.told["goodput"]):
         yield "since the submission", in_units(spent_s)
         yield "of it training", f"{goodput.ratio(facts.told['goodput']):.1%}"
-    yield "attempts", str(len(facts.attempts))
+    yield "attempt" + "s" * (len(facts.attempts) != 1), str(len(facts.attempts))
     yield from ((name, number(value)) for name, value in sorted(figures["metrics"].items())[:12])
 
 
@@ -53,7 +53,7 @@ def key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
 
 def extremes(summary: Mapping[str, Any]) -> str:
     """Return what a curve's caption says."""
-    words = [f"{summary['count']} points"]
+    words = [f"{summary['count']} point{'s' * (summary['count'] != 1)}"]
     if "last" in summary:
         words.append(f"last {short(summary['last'][1])}")
         words += [

@@ -13,7 +13,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")
-    parser.add_argument("--to", metavar="FILE", help="default: report-RUN.html in the current folder")
+    parser.add_argument("--to", metavar="FILE", help="default: report-RUN.html or -SWEEP.html in the current folder")
     parser.add_argument("--compare", metavar="RUN", help="show how the runs differ from this one")
     parser.add_argument("--png", action="store_true", help=SUPPRESS)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a file")
@@ -29,14 +29,15 @@ def run(args: Namespace) -> None:
 
     if args.png:
         raise RequestError("toolkit report: there is no --png: open the HTML file in a browser and print it from there")
-    runs, _ = selection.named(list(dict.fromkeys(args.run)))
+    runs, sweeps = selection.named(list(dict.fromkeys(args.run)))
     other = rundir.find(args.compare) if args.compare else None
     if args.json and args.to:
         raise RequestError("toolkit report: --json prints the facts and writes no file: leave out --to")
     # Refuse a bad target first: reading the runs may take long.
     target = None
     if not args.json:
-        target = arguments.replaceable_path("--to", args.to or f"report-{runs[0].id}.html", page.BEGIN)
+        name = sweeps[0].name if sweeps else runs[0].id
+        target = arguments.replaceable_path("--to", args.to or f"report-{name}.html", page.BEGIN)
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None
     if target is None:
