@@ -109,5 +109,7 @@ def _padded(text: str, width: int) -> str:
     if (has := _width(text)) > width:
         while _width(text) > width - 3:
             text = text[:-1]
+        if text.count("`") % 2 and "; " in text:  # half a command helps nobody
+            text = text[: text.rindex("; ") + 2]
         text, has = f"{text}...", _width(text) + 3
     return text + " " * (width - has)

@@ -59,6 +59,11 @@ def test_a_text_with_commands_to_the_terminal_is_shown_and_counted_as_escapes() 
     assert len(line) <= 40
 
 
+def test_no_command_is_cut_in_half() -> None:
+    (_, line) = Table([("RUN", "NOTE"), ("a", "3 completed; `toolkit sweep status rates` lists them")], 40).lines
+    assert line == "a    3 completed; ..."
+
+
 def test_a_run_id_has_a_short_form_and_other_names_stay() -> None:
     assert short("20261128-070825-5ff3584a") == "5ff3584a"
     assert short("lr-and-batch") == "lr-and-batch"
