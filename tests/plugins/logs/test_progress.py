@@ -58,6 +58,14 @@ def test_a_restarted_attempt_is_counted_in_the_bar() -> None:
     assert "epoch 10/20, attempt 3" in bar_of({**TRAINING, "attempt": 3}, 130)
 
 
+def test_a_run_in_the_queue_shows_no_time_left_of_its_last_attempt() -> None:
+    bar = bar_of({**TRAINING, "state": "requeued"}, 100, waited_s=4.2)
+    assert "requeued" in bar
+    assert "0:04 elapsed" in bar
+    assert "left" not in bar
+    assert "loss" not in bar
+
+
 def test_while_it_starts_the_bar_says_what_is_waited_for() -> None:
     bar = bar_of({"state": "starting", "world_size": 2, "progress": {}}, 100, waited_s=4.2)
     assert "starting 2 ranks (importing torch" in bar

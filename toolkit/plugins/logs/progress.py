@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit.base.durations import as_clock
+from toolkit.base.terminal import visible
 from toolkit.files.run_files import RunProgress, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.logs.growing_log import GrowingLog
@@ -41,9 +42,16 @@ def follow(run: Run, console: Console) -> None:
     with _bar(console) as progress:
         task = progress.add_task("queued", total=None, figures="", clock="")
         show, begun = partial(progress.console.out, highlight=False), time.monotonic()
+        told = len(run.dir.attempts([]))
         for status in run.statuses():
             _update(progress, task, status, time.monotonic() - begun)
             output.show(show)
+            # The bar is gone at the end: why the run was started again is to stay.
+            if status.state in (RunState.REQUEUED, RunState.RESTARTING) or (status.attempt or 1) > told + 1:
+                ended = run.dir.attempts([])[told:]
+                for attempt in ended:
+                    show(f"  attempt {attempt.attempt}: {visible(attempt.line or attempt.cause)}")
+                told += len(ended)
         output.show(show, is_last=True)
 
 
@@ -79,6 +87,8 @@ def _bar(console: Console) -> Progress:
 
 def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float) -> None:
     at = status.progress
+    if status.state is not None and not status.state.has_ranks:  # those of the attempt before
+        at = at.replace(eta_s=None, loss=None, samples_per_s=None, metrics={})
     progress.update(
         task,
         description=escape(_with_step(status)),
@@ -120,7 +130,7 @@ def figures(at: RunProgress) -> str:
     """Return loss, rate and accuracy on the test set, as far as they are known."""
     known = (
         ("loss {:.4f}", at.loss),
-        ("{:,.0f} samples/s", at.samples_per_s),
+        ("{:,.0f} samples/s", at.samples_per_s or None),  # a loop may have no samples
         ("acc {:.4f}", at.metrics.get("eval/accuracy")),
     )
     return "  ".join(text.format(value) for text, value in known if value is not None)
