@@ -230,7 +230,7 @@ class Box:
         try:
             wait_for(idle, timeout, "all nodes to be idle", pause_s=0.1)
         except BoxError as error:
-            raise BoxError(f"{error}\n{self._node_report()}") from None
+            raise BoxError(f"{error}\n{self._node_report()}") from error  # whose context is what went wrong before
 
     def revive(self) -> None:
         """Boot each node again that is not idle. A step that does not end would keep its node from all later jobs."""
@@ -400,9 +400,9 @@ class Box:
         return self.box_dir / "log" / f"{node}.{name}.out"
 
     def _node_report(self) -> str:
-        listing = self.run(["sinfo", "--Node", "--long"], check=False).stdout
+        listing = [self.run(argv, check=False).stdout for argv in (["sinfo", "--Node", "--long"], ["squeue", "--long"])]
         logs = [tail(self._daemon_log(node, "slurmd"), 5) for node in self.spec.node_names]
-        return "\n".join([listing, *logs])
+        return "\n".join([*listing, *logs])
 
     def _machine(self, node: str) -> Machine:
         try:

@@ -4,15 +4,17 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.box import Box, BoxError, BoxUnavailable
+from tests.box.namespaces import tail
 from tests.slurm.site import Site
 from tests.waiting import wait_for
+from toolkit.files import rundir
 
 BoxFactory = Callable[..., Box]
 
@@ -56,6 +58,7 @@ def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
     site = Site(box, folder)
     site.give(folder)
     yield site
+    tell(site)
     box.run(["scancel", "--signal=KILL", "--full", f"--user={site.user or 'root'}"], check=False)
     box.run(["scancel", f"--user={site.user or 'root'}"])
     box.run(["scancel", "--user=root"])
@@ -65,6 +68,14 @@ def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
         box.revive()  # or the stories after this one fail, too
         raise
     wait_for(lambda: not site.processes(), 20, f"no process of ours on any node, but {site.processes()}")
+
+
+def tell(site: Site) -> None:
+    """Print how things stand at the end of a story: pytest shows it of one that failed."""
+    print(site.box.run(["squeue", "--long"], check=False).stdout)
+    with suppress(OSError):  # a story may have taken the disk away
+        for run in rundir.all_runs(site.runs):
+            print(tail(run.logs / "supervisor.log", 20))
 
 
 def visit_with_small_disk(
