@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from toolkit import config as configs
+from toolkit.base import fsio
+from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
+from toolkit.plugins.logs import growing_log
 from toolkit.plugins.logs import progress as progress_of_run
 
 TRAINING: dict[str, Any] = {
@@ -79,3 +84,41 @@ def test_before_there_is_a_status_the_run_is_queued() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.7, "1:00"), (3661.0, "1:01:01")])
 def test_times_read_like_a_clock(seconds: float, text: str) -> None:
     assert progress_of_run.clock(RunProgress(eta_s=seconds), 0.0) == f"{text} left"
+
+
+LOG = """\
+12:34:56 rank 0/2 node1 INFO rank 0 of 2: gloo on cpu
+[W1128 12:34:56.123456 socket.cpp:752] [c10d] The hostname of the client socket cannot be retrieved. err=-3
+epoch 1 loss 0.5
+Traceback (most recent call last):
+ValueError: caught, and printed by the loop
+12:34:57 rank 0/2 node1 ERROR Connection reset by peer
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+RuntimeError: Connection reset by peer
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: Connection reset by peer
+epoch 1 again
+"""
+PRINTED = """\
+epoch 1 loss 0.5
+Traceback (most recent call last):
+ValueError: caught, and printed by the loop
+epoch 1 again
+"""
+
+
+@pytest.mark.parametrize(("job", "shown"), [("jobs.digits:Digits", PRINTED), (configs.FOREIGN_JOB, LOG)])
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_what_the_first_rank_prints_is_shown_without_the_lines_that_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, shown: str, piece: int
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
+    run = rundir.create("own-loop")
+    run.config.write_text(f"job: {job}\n" + "argv: [python, x.py]\n" * (job == configs.FOREIGN_JOB))
+    output, lines = progress_of_run._Output(run), []
+    fsio.make_dir(run.attempt_logs(1))
+    run.rank_log(1, 0).write_text(LOG)
+    monkeypatch.setattr(growing_log, "READ_BYTES", piece)
+    output.show(lines.append, is_last=True)
+    assert "".join(f"{line}\n" for line in lines) == shown

@@ -128,7 +128,7 @@ def test_a_completed_run_needs_nothing_and_lost_nothing(run: RunDir, capsys: pyt
     lines = page(run, capsys)
     assert lines[0] == f"digits/{run.id}: completed"
     assert not [line for line in lines if line.startswith("first failure")]
-    assert "steps lost: 0 (reached step 450)" in lines
+    assert "reached step: 450" in lines
     assert lines[-1] == f"next: nothing to do; `toolkit tensorboard {run.id}` shows the curves"
 
 

@@ -1,7 +1,8 @@
-"""What `--follow` shows while a run goes on: a progress bar, and what a script prints."""
+"""What `--follow` shows while a run goes on: a progress bar, and what the first rank prints."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +22,15 @@ from toolkit.run.submission.handle import Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: A script may print faster than a terminal shows it: the status is looked at after so many pieces of its log.
+#: A rank may print faster than a terminal shows it: the status is looked at after so many pieces of its log.
 MOST_READS = 8
+#: What a rank has not printed: lines of the toolkit, of torch's part in C++, and of its hook for exceptions.
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d rank \d+/\d+ \S+ [A-Z]+ |\[[IWEF]\d{4} |\[rank\d+\]:")
 
 
 def follow(run: Run, console: Console) -> None:
-    """Show how the run gets on until its end, and what a script prints."""
-    output = _ScriptOutput(run.dir)
+    """Show how the run gets on until its end, and what the first rank prints."""
+    output = _Output(run.dir)
     # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
     if not console.is_terminal:
         last = ""
@@ -55,27 +58,43 @@ def follow(run: Run, console: Console) -> None:
         output.show(show, is_last=True)
 
 
-class _ScriptOutput:
-    """What the first rank of a script prints from now on, in whole lines. Of other runs nothing."""
+class _Output:
+    """What the first rank prints from now on, in whole lines.
+
+    Of a script that is everything. In the log of any other run are lines of the toolkit and of torch, too: what they
+    say is in the bar and in `toolkit why`.
+    """
 
     def __init__(self, run: RunDir) -> None:
-        self._log = GrowingLog(run, 0) if run_config.is_script(run) else None
+        self._log = GrowingLog(run, 0)
+        self._log.skip()
+        self._is_script = run_config.is_script(run)
         self._rest = ""
-        if self._log is not None:
-            self._log.skip()
+        self._is_after_logged = self._is_in_traceback = False
 
     def show(self, write: Callable[[str], object], *, is_last: bool = False) -> None:
         """Write the lines that are new. At the end of the run, all that are left."""
-        if self._log is None:
-            return
         reads = 0
         while (is_last or reads < MOST_READS) and (text := self._log.read()):
             lines, newline, self._rest = (self._rest + text).rpartition("\n")
             reads += 1
             if newline:
-                write(lines)
+                self._write(lines, write)
         if is_last and (rest := self._rest + self._log.end()):
-            write(rest)
+            self._write(rest, write)
+
+    def _write(self, text: str, write: Callable[[str], object]) -> None:
+        lines = text.split("\n")
+        if printed := lines if self._is_script else [line for line in lines if self._is_printed(line)]:
+            write("\n".join(printed))
+
+    def _is_printed(self, line: str) -> bool:
+        is_logged = _LOGGED.match(line) is not None
+        # The traceback of an error that is logged belongs to it. It ends with the next line that is logged.
+        begins = self._is_after_logged and line.startswith("Traceback ")
+        self._is_in_traceback = not is_logged and (begins or self._is_in_traceback)
+        self._is_after_logged = is_logged
+        return not is_logged and not self._is_in_traceback
 
 
 def _bar(console: Console) -> Progress:

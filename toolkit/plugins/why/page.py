@@ -32,8 +32,10 @@ def page(told: dict[str, Any]) -> str:
     saved = told["last_checkpoint"]
     if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
         lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
-    if told["step_reached"] is not None:
-        lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+    if (reached := told["step_reached"]) is not None:
+        # None may be lost because the run is complete, or goes on: 0 would be read as if no step was made again.
+        lost = told["steps_lost"]
+        lines.append(f"steps lost: {lost} (reached step {reached})" if lost else f"reached step: {reached}")
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
     lines += changes.lines(told["changes"])

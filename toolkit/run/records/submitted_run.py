@@ -58,7 +58,8 @@ class RunStanding:
         if not is_waiting and not is_silent and states.phase(job.state) in expected:
             return state
         if self.is_over:
-            return _ASKED_FOR.get(asked, f"lost ({job.state})")
+            is_cancelled = is_waiting and job.state == "CANCELLED"  # by scancel: no supervisor was there to write it
+            return _ASKED_FOR.get(asked, RunState.CANCELLED if is_cancelled else f"lost ({job.state})")
         is_pending = job.state == "PENDING" and job.reason not in (None, "None")
         return f"{state} ({job.state}, {job.reason})" if is_pending else f"{state} ({job.state})"
 
