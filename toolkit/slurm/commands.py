@@ -227,7 +227,7 @@ class Slurm:
         return parse_statuses(self._run([*_SQUEUE, f"--user={os.getuid()}"]))
 
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        columns = ["--parsable2", "--format=JobID,State,NodeList"]
+        columns = ["--parsable2", "--format=JobID,State,NodeList,ExitCode"]
         ask = ["sacct", "--allocations", "--noheader", *columns, "--jobs=" + ",".join(job_ids)]
         # Accounting tells of other users' jobs, too: a number may have been given again, to one of them.
         ask += [f"--user={os.getuid()}"] if os.getuid() else []
@@ -238,7 +238,7 @@ class Slurm:
 
     def job_of_script(self, path: str) -> str | None:
         # %o is the script with its whole path; a line break or a | in it can only make the line fit nothing.
-        ask = ["squeue", "--noheader", "--states=all", "--format=%F|%o", f"--user={os.getuid()}"]
+        ask = ["squeue", "--noheader", "--all", "--states=all", "--format=%F|%o", f"--user={os.getuid()}"]
         lines = (line.partition("|") for line in self._run(ask).splitlines())
         # Of a heterogeneous job the first component, whose id is the job's, has the lowest one.
         return min((job_id.strip() for job_id, _, command in lines if command.strip() == path), key=int, default=None)
@@ -291,7 +291,6 @@ class Slurm:
         self._run(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{':'.join(on)}"])
 
     def drained(self, node_list: str) -> dict[str, str]:
-        # --all also lists nodes whose partition is hidden.
         return parse_drained(self._run(["scontrol", "--all", "show", "node", node_list]))
 
     def topology(self) -> str:
@@ -338,7 +337,7 @@ class Slurm:
     def _mode_of_partition(self, job: JobRow) -> str | None:
         """Return the modes of all partitions of the job. A pending job may have several."""
         names = filter(None, (job.partition or "").split(","))
-        text = "\n".join(self._run(["scontrol", "show", "partition", name]) for name in names)
+        text = "\n".join(self._run(["scontrol", "--all", "show", "partition", name]) for name in names)
         return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
 
     def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
@@ -416,8 +415,8 @@ def _version(text: str) -> tuple[int, ...]:
 #: Number and name of each step in the output of `scontrol show step`; the toolkit's step names have no spaces.
 _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
 #: The columns of `parse_statuses`. ``%S`` is the start, of a pending job the one that the scheduler expects; ``%o`` the
-#: batch script with its whole path.
-_SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%S|%r|%o")
+#: batch script with its whole path. ``--all`` is for jobs in hidden partitions.
+_SQUEUE = ("squeue", "--noheader", "--all", "--array", "--states=all", "--format=%i|%T|%N|%S|%r|%o")
 
 
 def settings_of(slurm: SlurmCommands) -> Settings:

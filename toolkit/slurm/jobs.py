@@ -84,7 +84,7 @@ class JobRow:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The fields of a job that squeue reports. sacct reports the same without reason and start."""
+    """The fields of a job that squeue reports. sacct reports no reason and start, but the exit code."""
 
     job_id: str
     state: str
@@ -92,6 +92,7 @@ class JobStatus:
     node_list: str = ""
     start_time: float | None = None  #: in seconds since the epoch; while pending: Slurm's estimate
     command: str | None = None  #: the batch script, with its arguments; empty without one, None where it is not told
+    exit_code: int | None = None  #: from accounting alone, 0 after a signal
 
     @property
     def is_over(self) -> bool:
@@ -317,8 +318,9 @@ def parse_statuses(text: str) -> list[JobStatus]:
 
 def _status(line: str) -> JobStatus:
     job_id, state, node_list, *more = line.split("|", 5)
-    # squeue's last columns, for which sacct is not asked. The command comes last: it may have a | in it.
-    start, reason = (*more[:2], "", "")[:2]
+    # squeue's last columns. The command comes last: it may have a | in it. sacct has the exit code in their place.
+    start, reason = (*more[:2], "", "")[:2] if len(more) > 1 else ("", "")
+    code = re.match(r"\d{1,3}", more[0]) if len(more) == 1 else None
     command = more[2] if len(more) > 2 else None
     return JobStatus(
         job_id.strip(),
@@ -327,6 +329,7 @@ def _status(line: str) -> JobStatus:
         "" if node_list in _NOTHING else node_list,
         parse_time(start),
         "" if command in _NOTHING else command,
+        code and int(code[0]),
     )
 
 

@@ -437,6 +437,33 @@ def test_a_follow_up_job_preempted_before_it_could_look_is_followed_by_the_next(
     assert takes_over(run, fates(run, before, slurm))
 
 
+@pytest.mark.parametrize("accounting", [True, False])
+def test_the_third_job_goes_on_though_slurm_has_forgotten_how_the_first_ended(run: RunDir, accounting: bool) -> None:
+    """Days later only accounting knows of it, if there is any. The second job had judged it."""
+    slurm = FakeSlurm(preempt_mode="CANCEL", accounting=accounting)
+    before = chain(run, slurm)
+    slurm.finish("1", exit_code=75)
+    slurm.start("2")
+    owner = ownership.read(run)
+    assert owner is not None
+    run.write_owner(owner.replace(jobs=("1", "2"), follow_ups=("3",)))
+    slurm.advance(400)
+    slurm.forget("1")
+    slurm.finish("2", exit_code=75)
+    run.write_status(RunStatus.from_json({"state": "requeued"}))
+    assert takes_over(run, fates(run, before, slurm))
+
+
+def test_of_a_job_that_waited_long_in_the_queue_accounting_tells_how_the_one_before_ended(run: RunDir) -> None:
+    for end, fate in ((75, JobFate.REQUEUED), (1, JobFate.CANCELLED), (0, JobFate.NODE_FAILED)):
+        slurm = FakeSlurm(preempt_mode="CANCEL")
+        running(slurm)
+        slurm.finish("1", exit_code=end, signal=0 if end else 9)
+        slurm.advance(400)
+        slurm.forget("1")
+        assert fate_of("1", NOWHERE, slurm) is fate
+
+
 @pytest.mark.parametrize("state", ["running", "requeued"])
 def test_a_follow_up_job_that_somebody_has_cancelled_has_no_follow_up_either(run: RunDir, state: str) -> None:
     """`toolkit status` shows the waiting job as the run's job. To cancel it means to cancel the run."""

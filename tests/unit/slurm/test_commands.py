@@ -306,7 +306,7 @@ def test_all_jobs_are_asked_for_in_one_call(stubs: Stubs) -> None:
 
 def test_only_jobs_that_the_controller_has_forgotten_are_asked_of_accounting(stubs: Stubs) -> None:
     stubs.add("squeue", "1|RUNNING|node1||None\n")
-    stubs.add("sacct", "8|CANCELLED by 1000|node2\n")
+    stubs.add("sacct", "8|CANCELLED by 1000|node2|0:15\n")
     found = stubs.slurm().show_jobs(["1", "8", "9"])
     assert {job_id: status and status.state for job_id, status in found.items()} == {
         "1": "RUNNING",
@@ -314,6 +314,12 @@ def test_only_jobs_that_the_controller_has_forgotten_are_asked_of_accounting(stu
         "9": None,
     }
     assert [call.split("--jobs=")[1] for call in stubs.calls("sacct")] == ["8,9"]
+
+
+def test_accounting_tells_the_exit_code_of_a_job_that_the_controller_has_forgotten(stubs: Stubs) -> None:
+    stubs.add("squeue", stderr="slurm_load_jobs error: Invalid job id specified", code=1)
+    stubs.add("sacct", "8|FAILED|node[1-2]|75:0\n")
+    assert stubs.slurm().show_jobs(["8"]) == {"8": JobStatus("8", "FAILED", node_list="node[1-2]", exit_code=75)}
 
 
 def test_without_accounting_a_forgotten_job_is_unknown_and_not_dead(stubs: Stubs) -> None:

@@ -32,6 +32,7 @@ OF_ONE_JOB = frozenset(
         *("array", "begin", "deadline", "dependency", "hold", "kill-on-invalid-dep", "no-requeue", "requeue"),
         *("chdir", "error", "export", "export-file", "get-user-env", "gid", "input", "open-mode", "output", "uid"),
         *("help", "parsable", "quiet", "reboot", "test-only", "usage", "verbose", "version", "wait", "wrap"),
+        "time-min",  # each job might get less time than the one before
     }
 )
 #: Options that may stand on sbatch's command line alone, by the fields of `scontrol show job`.

@@ -80,7 +80,7 @@ class _FakeJobs:
         gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
         rows = self._find(job_id) + (gone if self.accounting else [])
         row = present_of(rows)
-        return _status_of(row) if row else None
+        return None if row is None else _accounted(row) if row in gone else _status_of(row)
 
 
 class FakeSlurm(_FakeJobs):
@@ -136,7 +136,7 @@ class FakeSlurm(_FakeJobs):
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
         self.asked_for_jobs.append(tuple(job_ids))
         rows = self._accounted.values() if self.accounting and self.is_up else ()
-        return [_status_of(row) for row in rows if {row.job_id, row.requeue_id, row.array_job_id} & {*job_ids}]
+        return [_accounted(row) for row in rows if {row.job_id, row.requeue_id, row.array_job_id} & {*job_ids}]
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         self._contact()
@@ -341,6 +341,10 @@ def _status_of(row: JobRow) -> JobStatus:
     # Slurm knows the whole path of a script, this fake only what it was given.
     command = row.command if row.command and row.command.startswith("/") else None
     return JobStatus(row.requeue_id, row.state, row.reason, row.node_list, row.start_time, command)
+
+
+def _accounted(row: JobRow) -> JobStatus:
+    return JobStatus(row.requeue_id, row.state, node_list=row.node_list, exit_code=row.exit_code)
 
 
 _SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")

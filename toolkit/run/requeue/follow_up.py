@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit import registry
-from toolkit.base import fsio, logs, outages
+from toolkit.base import fsio, logs, outages, staged
 from toolkit.base.errors import EXIT_STOPPED, SlurmError
 from toolkit.config import JobConfig, load_config
 from toolkit.config.validation import may_lose_nodes
@@ -56,8 +56,9 @@ _VARIABLE_OF: Mapping[str, str] = {
     "mem-per-cpu": "SLURM_MEM_PER_CPU",
     "clusters": "SLURM_CLUSTERS",
 }
-#: Flags that concern one job's place in the queue, or are set for every follow-up job anyway.
-_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue")
+#: Flags that concern one job's place in the queue, or are set for every follow-up job anyway. Under ``--time-min`` each
+#: job might get less time than the one before.
+_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue", "time-min")
 
 log = logs.get(__name__)
 
@@ -116,7 +117,7 @@ def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
 
 def command(run: RunDir) -> str:
     """Return the last line of the batch script. It uses exec: the first SIGTERM would end a bash, and all with it."""
-    return f"exec {shlex.quote(sys.executable)} -m toolkit supervise {shlex.quote(str(run.config))}"
+    return f"exec {shlex.quote(str(staged.origin(sys.executable)))} -m toolkit supervise {shlex.quote(str(run.config))}"
 
 
 def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> list[str]:
@@ -191,12 +192,15 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 
 
 def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobFate]:
-    """Return the fates of the job that last served the run and of all ``predecessors``.
+    """Return the fates of the job that last served the run, and of the ``predecessors`` that have not served it.
 
-    A predecessor in between may have been preempted before it could check the jobs before it.
+    A predecessor in between may have been preempted before it could check the jobs before it. One that has handed the
+    run on was judged by the next job, and after days Slurm tells less of it.
     """
-    served = ownership.jobs_of(run)[:1]
-    return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *predecessors])]
+    served, owner = ownership.jobs_of(run)[:1], ownership.read(run)
+    earlier = () if owner is None else owner.jobs[:-1]
+    others = [job for job in predecessors if job not in earlier]
+    return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *others])]
 
 
 def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
@@ -209,7 +213,7 @@ def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
     def look() -> JobRow | None:
         row = slurm.show_job(predecessor)
         status = None if row else slurm.show_jobs([predecessor])[predecessor]
-        return JobRow(predecessor, status.state, status.reason) if status else row
+        return JobRow(predecessor, status.state, status.reason, exit_code=status.exit_code) if status else row
 
     row = outages.ask(look, f"Slurm does not say what became of job {predecessor}")
     if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
