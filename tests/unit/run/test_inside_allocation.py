@@ -88,10 +88,11 @@ def served(became: Became) -> RunDir:
 
 
 def earlier_run(job: str) -> RunDir:
-    """Return a run that ``job`` served at its last start."""
+    """Return a run that ``job`` served at its last start, by the same command."""
     config = JobConfig(name="mine", job="mine")
     run = prepare.new_run(config, Path.cwd())
     rundir.remember_job(run, job)
+    rundir.remember_job(run, f"{job}-{inside_allocation.command_key()}")
     return run
 
 
@@ -140,6 +141,29 @@ def test_a_new_job_with_the_number_of_an_old_one_does_not_get_its_run() -> None:
     """Job ids begin again with a fresh cluster. Only a restarted job has a run."""
     run = earlier_run("box-41")
     assert served(enter(SLURM_RESTART_COUNT=0)).path != run.path
+
+
+def test_each_command_of_a_restarted_script_goes_on_with_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(seed: int, restarts: int) -> RunDir:
+        monkeypatch.setattr(sys, "argv", ["toolkit", "supervise", "mine.yaml", f"train.seed={seed}"])
+        run = served(enter(SLURM_RESTART_COUNT=restarts))
+        rundir.remember_job(run, "box-41")  # as its supervisor does
+        os.environ.pop(RUN_VARIABLE)
+        return run
+
+    first = command(1, 0)
+    first.write_result(RunResult(RunState.COMPLETED))
+    second = command(2, 0)  # the job is requeued meanwhile
+    assert [command(1, 1).path, command(2, 1).path] == [first.path, second.path]
+    second.write_result(RunResult(RunState.COMPLETED))
+    third = command(3, 1)
+    assert third.path not in (first.path, second.path)
+
+
+def test_a_command_whose_words_change_with_each_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = earlier_run("box-41")
+    monkeypatch.setattr(sys, "argv", ["toolkit", "exec", "--", "train.py", "--out=1795417311"])
+    assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
 
 
 ELEMENT = {"SLURM_ARRAY_JOB_ID": 40, "SLURM_ARRAY_TASK_ID": 2}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,11 +56,12 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
                 "a shell there by `srun --interactive --preserve-env --pty bash`, and give the command again"
             )
         # A job that Slurm has restarted goes on with its run.
-        key = allocation.job_key if allocation.restart_count > 0 else None
-        run = None if key is None else rundir.run_of_job(key)
+        run = _served_before(allocation)
         if run is not None:
             log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
-        run = run or make_run(allocation)
+        else:
+            run = make_run(allocation)
+            rundir.remember_job(run, f"{allocation.job_key}-{command_key()}")
         if run.code.is_dir():
             os.environ.update(snapshot.job_environment(run, os.environ))
             os.environ[RUN_VARIABLE] = str(run.path)
@@ -66,6 +69,23 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
         supervise_run(str(run.path), "slurm")  # a foreign script: there is no copy to run from
     elif _is_wanted(RunDir(Path(run_dir))):
         supervise_run(run_dir, "slurm")
+
+
+def _served_before(allocation: Allocation) -> RunDir | None:
+    """Return the run that this command began before Slurm restarted the job.
+
+    A batch script may have several commands. One whose words are others now, such as a date, goes on with the job's
+    last run, unless that has ended.
+    """
+    if allocation.job_key is None or not allocation.restart_count:
+        return None
+    own, last = rundir.run_of_job(f"{allocation.job_key}-{command_key()}"), rundir.run_of_job(allocation.job_key)
+    return last if own is None and last is not None and last.result() is None else own
+
+
+def command_key() -> str:
+    """Return one word for this command in this folder."""
+    return f"{zlib.crc32(os.fsencode(json.dumps([sys.argv[1:], str(Path.cwd())]))):08x}"
 
 
 def _is_wanted(run: RunDir) -> bool:
