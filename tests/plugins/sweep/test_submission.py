@@ -218,6 +218,39 @@ def test_a_full_quota_loses_nothing() -> None:
     assert (sorted(listed), len(slurm.submitted)) == ([0, 1, 2, 3], 2)
 
 
+class SlurmWithALimit(FakeSlurm):
+    """One whose users may have ``most`` jobs. It refuses as 22.05 and 24.11 do."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def sbatch(self, arguments: Sequence[str]) -> str:
+        ranges = [each.removeprefix("--array=0-").partition("%")[0] for each in arguments if each.startswith("--array")]
+        wanted = 1 + int(ranges[0]) if ranges else 1
+        over = len([row for row in self._jobs.values() if not row.is_over]) + wanted > self.most
+        limit = "sbatch: error: AssocMaxSubmitJobLimit\n  sbatch: error: Batch job submission failed: Job violates ..."
+        self.refuses_submissions = limit if over else ""
+        return super().sbatch(arguments)
+
+
+def test_a_sweep_of_more_points_than_a_user_may_have_jobs_is_submitted_as_there_is_room() -> None:
+    slurm = SlurmWithALimit(5)
+    with pytest.raises(RequestError, match=r"(?s)6 points are not submitted: .*the same command submits what is"):
+        submit(slurm, "train.seed=0..10")
+    assert len(slurm._jobs) == 5
+    for job in list(slurm._jobs):
+        slurm.cancel(job)
+    with pytest.raises(RequestError, match=r"1 points are not submitted"):
+        submit(slurm, "train.seed=0..10")
+    slurm.most = 100
+    sent = submit(slurm, "train.seed=0..10")
+    records = [array.record() for array in sent.sweep.arrays()]
+    assert all(record is not None and record.job_id is not None for record in records)
+    listed = [point.values["train.seed"] for array in sent.sweep.arrays() for point in array.points()]
+    assert sorted(listed) == [*range(11)]
+
+
 def test_points_that_a_wrong_partition_kept_back_are_sent_with_the_next_one(tmp_path: Path) -> None:
     slurm = FakeSlurm()
     slurm.refuses_submissions = "invalid partition specified: gpuu"

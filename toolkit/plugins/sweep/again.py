@@ -45,11 +45,11 @@ def retry(sweep: SweepDir, again: Sequence[PointStanding], slurm: SlurmCommands 
     jobs = []
     with sweep.locked():
         # Complete an interrupted submission first.
-        jobs += [submission.submit_array(array, record, slurm) for array in submission.unsent(sweep)]
+        jobs += [job for array in submission.unsent(sweep) for job in submission.submit_array(array, record, slurm)]
         for group in submission.alike(points):
             for batch in submission.batches(group, size):
                 array = submission.add_list(sweep, record, batch, "slurm", is_array=size > 1)
-                jobs.append(submission.submit_array(array, record, slurm))
+                jobs += submission.submit_array(array, record, slurm)
     return jobs
 
 

@@ -128,12 +128,13 @@ def submit(
             found = check(request, project, chosen, waits_for)
         size = _array_size(slurm, request.options, len(found))
         record = _prepare(sweep, request, project, config)
-        jobs = [submit_array(array, record, slurm, _placements(sweep, found)) for array in unsent(sweep)]
+        placements = _placements(sweep, found)
+        jobs = [job for array in unsent(sweep) for job in submit_array(array, record, slurm, placements)]
         new = _new_points(sweep, found, waits_for)
         for group in alike(new):
             for batch in batches(group, size):
                 array = add_list(sweep, record, batch, "slurm", is_array=size > 0)
-                jobs.append(submit_array(array, record, slurm))
+                jobs += submit_array(array, record, slurm)
     return Submitted(sweep, chosen, found, len(new), jobs)
 
 
@@ -283,10 +284,12 @@ def submit_array(
     sweep_record: SweepRecord,
     slurm: SlurmCommands,
     placements: Mapping[str, Mapping[str, Any]] | None = None,
-) -> str:
+) -> list[str]:
     """Submit a list of points, unless Slurm has its job already; return the job's id. Raises SlurmError.
 
-    ``placements``: by id, changes that points get before. The partition of an earlier submission may have been wrong.
+    A list that is longer than the number of jobs that a user may have is submitted in parts, as many as there is room
+    for. ``placements``: by id, changes that points get before. The partition of an earlier submission may have been
+    wrong.
     """
     record = array.record()
     # An interrupted submission may have reached Slurm.
@@ -302,8 +305,13 @@ def submit_array(
             with snapshot.at_home(array.sweep.path):
                 job_id = slurm.sbatch([*options, str(array.script)])
         except SlurmRefusedError as error:
+            rest = _second_half(array, record) if _TOO_MANY_JOBS in str(error) else None
+            if rest is not None:
+                parts = [submit_array(part, sweep_record, slurm, placements) for part in (array, rest)]
+                return [job for jobs in parts for job in jobs]
+            left = sum(len(each.points()) for each in unsent(array.sweep))
             raise RequestError(
-                f"sweep {array.sweep.name}: {len(array.points())} points are not submitted: {error}\n"
+                f"sweep {array.sweep.name}: {left} points are not submitted: {error}\n"
                 "Nothing is lost: the same command submits what is missing, when there is room or with other cluster.* "
                 "values"
             ) from error
@@ -314,7 +322,24 @@ def submit_array(
             raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
         record = ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
     array.write_record(record.replace(job_id=job_id, cluster=cluster_name.name_here()))
-    return job_id
+    return [job_id]
+
+
+#: In the names of the limits on a user's, an account's or a QOS's jobs; sbatch prints ``AssocMaxSubmitJobLimit``.
+_TOO_MANY_JOBS = "SubmitJob"
+
+
+def _second_half(array: Array, record: ArrayRecord) -> Array | None:
+    """Move the second half of an unsent list into a list of its own. None for a single point."""
+    listed = array.points()
+    half = len(listed) // 2
+    if not half:
+        return None
+    rest = array.sweep.next_array()
+    rest.write_record(record.replace(token=secrets.token_hex(8)))
+    write_points(rest, dict(enumerate(listed[half:])))
+    write_points(array, dict(enumerate(listed[:half])))
+    return rest
 
 
 def _place(array: Array, placements: Mapping[str, Mapping[str, Any]]) -> None:
