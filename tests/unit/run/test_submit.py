@@ -143,6 +143,18 @@ def test_an_unknown_executor_is_refused() -> None:
         executors.choose_executor("slrum")
 
 
+def test_a_login_node_does_not_train_while_the_controller_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (("sbatch", ""), ("scontrol", "echo 'Slurmctld(primary) at head is DOWN'")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(RequestError, match=r"controller does not answer .*--executor slurm, or --executor local"):
+        executors.choose_executor("auto")
+    assert executors.choose_executor("local") == "local"
+
+
 def test_a_refused_config_leaves_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     config = tmp_path / "c.yaml"

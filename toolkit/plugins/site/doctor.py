@@ -24,7 +24,7 @@ from toolkit.plugins.site.site_profile import SiteProfile
 from toolkit.plugins.site.slurm_site import USED, missing_programs, read_site
 from toolkit.plugins.site.srun_checks import Start, ask_nodes
 from toolkit.plugins.site.versions import versions
-from toolkit.run.submission import executors, sbatch
+from toolkit.run.submission import sbatch
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.programs import PROBE_TIMEOUT_S
@@ -61,7 +61,7 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
     if "SLURM_JOB_ID" in environ:
         return _examine_allocation(Allocation.slurm(environ, Slurm()), nodes, environ)
     config.cluster.nodes = nodes or config.cluster.nodes
-    if executors.choose_executor("auto") == "slurm":
+    if Slurm().available():
         cluster = config.cluster
         cpus = cluster.tasks_per_node * cluster.cpus_per_task
         # The nodes are not chosen yet: they check the network against the first of them, and have no names until they

@@ -46,16 +46,17 @@ NO_LIMIT_MIN = 60 * 24 * 365
 
 
 def choose_executor(name: str) -> str:
-    """Resolve ``auto`` and return the executor. Raises RequestError for an unknown name."""
+    """Resolve ``auto`` and return the executor. Raises RequestError for an unknown name, or where Slurm is away."""
     if name not in EXECUTORS:
         raise RequestError(f"executor: there is no {name!r}; valid: {', '.join(EXECUTORS)}")
     if name != "auto":
         return name
     if Slurm().available():
         return "slurm"
-    if shutil.which("sbatch"):
-        log.warning(
-            "sbatch is here but its controller does not answer: running on this machine (--executor slurm insists)"
+    if shutil.which("sbatch"):  # a login node, perhaps, which is not to train
+        raise RequestError(
+            "sbatch is here but Slurm's controller does not answer (`scontrol ping`): try again in a while, or say "
+            "where to run: --executor slurm, or --executor local for this machine"
         )
     return "local"
 
