@@ -59,11 +59,12 @@ def to_the_end(run: Run, *, bar: bool) -> int:
         # The first Ctrl-C stops cleanly, a second one ends the ranks at once.
         terminal.say("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once")
         try:
-            run.stop()
-            run.wait(STOP_WAIT_S)
-        except KeyboardInterrupt:
-            run.cancel()
-            run.wait(STOP_WAIT_S)
+            try:
+                run.stop()
+                run.wait(STOP_WAIT_S)
+            except KeyboardInterrupt:
+                run.cancel()
+                run.wait(STOP_WAIT_S)
         except TimeoutError:
             _say(console, f"run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}", "red")
             return EXIT_FAILED

@@ -50,7 +50,7 @@ def in_config(environ: Mapping[str, str]) -> str:
 
 def _name_in(config: str) -> str:
     try:
-        match = re.search(r"(?im)^\s*ClusterName\s*=\s*(\S+)", Path(config).read_text(errors="replace"))
+        match = re.search(r"(?im)^\s*ClusterName\s*=\s*[\"']?([^\s\"'#]+)", Path(config).read_text(errors="replace"))
     except OSError:
         return ""
     return match[1].lower() if match else ""

@@ -18,7 +18,7 @@ import pytest
 from toolkit.base.errors import SlurmError
 from toolkit.base.user_cache import cache_dir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.slurm import shared_queue
+from toolkit.slurm import cluster_name, shared_queue
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
 from toolkit.slurm.states import expected_start, in_words
@@ -226,16 +226,20 @@ def test_the_killed_asker_of_a_real_call_hinders_no_other(tmp_path: Path) -> Non
     assert SharedQueue(FakeSlurm(), tmp_path / "q.json").show_jobs(["1"], every_s=0) == {"1": None}
 
 
+QUOTED = '"c1" # the second'
+
+
 def test_clusters_and_users_have_answers_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for number in range(2):
         conf = tmp_path / f"{number}.conf"
-        conf.write_text(f"# ClusterName=none\nClusterName=c{number}\n")
+        conf.write_text(f"# ClusterName=none\nClusterName={'c0' if number == 0 else QUOTED}\n")
         monkeypatch.setenv("SLURM_CONF", str(conf))
         names.add(shared_queue._cluster(os.environ))
     monkeypatch.delenv("SLURM_CONF")
     names.add(shared_queue._cluster(os.environ))
     assert len(names) == 3
+    assert cluster_name.in_config({"SLURM_CONF": str(tmp_path / "1.conf")}) == "c1"
 
 
 def test_the_cache_folder_is_private_and_one_that_others_may_change_is_not_used(
