@@ -183,6 +183,10 @@ class Loader:
             order=self._given,
         )
 
+    def __len__(self) -> int:
+        """Return the number of steps that begin in the first epoch."""
+        return -(-self.dataset_size // self.global_batch_size)
+
     def at(self, step: int) -> Batch | None:
         """See :class:`Batches`. The batch is empty, of the right shape, with more shares than samples."""
         started = self._clock()

@@ -13,7 +13,7 @@ from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.config import CheckpointConfig, JobConfig, goes_on_with
-from toolkit.data.loader import Batches
+from toolkit.data.loader import Batches, Loader
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
@@ -36,6 +36,7 @@ class Checkpoints:
         self._session = session
         self._state = TrainingState(session, strategy, identity, config.keep_best)
         self.saver = Saver(config, session, self._state)
+        self._loaded: Loaded | None = None  #: at a resume, until the loop's loader is known
         self.copies: StateCopies | None = None
         if config.memory_every_steps is not None:
             make = registry.needed("state_copies", "checkpoint.memory_every_steps")
@@ -44,6 +45,17 @@ class Checkpoints:
     def include(self, loader: Batches) -> None:
         """Save and restore the position of ``loader``, too; see :meth:`TrainingState.include`."""
         self._state.include(loader)
+
+    def use(self, loader: Loader) -> None:
+        """Tie the checkpoints to the loader of a user's own loop. A collective.
+
+        Raises ConfigError where the first one after a resume is not that of the checkpoint.
+        """
+        self._state.identity["global batch size"] = loader.global_batch_size
+        self._state.include(loader)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            refuse_other_identity(_mapping(loaded.meta.get("identity", {})), self._state.identity, loaded.path)
 
     def resume(self) -> Loaded | None:
         """Fill the strategy from the newest good checkpoint and return it. None: there is none.
@@ -83,6 +95,7 @@ class Checkpoints:
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
         self.saver.resume_from(newest)
+        self._loaded = loaded
         return loaded
 
     def _on_disk(self) -> dict[str, Json]:
@@ -212,7 +225,7 @@ def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None
     others = [key for key in here if key in then and then[key] != here[key]]
     changed = [f"{key} ({then[key]} -> {here[key]})" for key in others]
     # Another number of ranks changes the batches of any loader but the toolkit's, which has a global batch size.
-    identity = _mapping(now.get("identity", {}))
+    identity = _mapping(saved.get("identity", {}))
     if "world size" in others and identity.get("kind") == USER_LOOP and "global batch size" not in identity:
         log.warning(
             "from here on results differ from those of an undisturbed run, because of another %s: each rank's loader "

@@ -147,7 +147,7 @@ class IterableFeed:
 
         Loaders shuffle by the epoch's number, by generators of their own, or by torch's: all three are set.
         """
-        for owner in (self._inner, *(getattr(self._inner, name, None) for name in _WITH_EPOCHS)):
+        for owner in (self._inner, *(getattr(self._inner, name, None) for name in PARTS)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(number)
         for generator, origin in self._origins.items():
@@ -196,7 +196,7 @@ def advice_about(loader: Any) -> str:
 
 
 #: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
-_WITH_EPOCHS = ("sampler", "batch_sampler", "dataset")
+PARTS = ("sampler", "batch_sampler", "dataset")
 
 
 def seeder(seed: int, rank: int) -> Reseed:

@@ -8,7 +8,7 @@ they train that no ``state_dict()`` has (:class:`Unsaved`). Gradients may wait f
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,13 @@ def _saves_by_itself(part: nn.Module) -> bool:
 
 def bare(module: nn.Module) -> nn.Module:
     """Return the module within DDP, DataParallel, torch.compile and Fabric, whose names are the model's own."""
+    return [*layers(module)][-1]
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, and those within it down to :func:`bare`."""
     while True:
+        yield module
         if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
             module = module.module
         elif is_compiled(module):
@@ -134,7 +140,25 @@ def bare(module: nn.Module) -> nn.Module:
         elif type(module).__name__ == "_FabricModule":
             module = module._forward_module  # type: ignore[assignment]
         else:
-            return module
+            return
+
+
+class PassCounter:
+    """A forward pre-hook that calls ``note``, unless it is being compiled: each count would compile the model anew."""
+
+    def __init__(self, note: Callable[[], object]) -> None:
+        self._note = note
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._note()
+
+    def __deepcopy__(self, memo: object) -> PassCounter:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A model that is saved whole may be loaded without the toolkit: `dict.get` gives its inputs back as they are.
+        return getattr, ({}, "get")
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -135,6 +135,11 @@ class LogWindow:
         # Ranks may log different tags, so each mean is over the values that there were.
         return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
 
+    @property
+    def is_open(self) -> bool:
+        """True if this rank has values that are not taken yet."""
+        return bool(self._sums) or self._restored is not None
+
     def new(self) -> int:
         """Return the number of tags that other ranks may not know."""
         return len(self._sums.keys() - set(self._tags))

@@ -197,7 +197,8 @@ class OptimizerSlots:
             shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
             raise ConfigError(
                 f"run.resumable: {self._name} has {len(unknown)} parameters of no model that was handed over (of shape "
-                f"{shapes}): hand over their module as well, and make the optimizer after DDP, fully_shard and .to()"
+                f"{shapes}): hand over their module as well (a single tensor: in an nn.ParameterList), and make the "
+                "optimizer after DDP, fully_shard and .to()"
             )
         return [[self._names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, closing
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError
@@ -35,12 +36,11 @@ from toolkit.hang import activity
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
 from toolkit.run.rank.main import joined
 from toolkit.train.checkpoints import USER_LOOP, Checkpoints
-from toolkit.train.feed import Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
-from toolkit.train.handed_over import is_compiled
+from toolkit.train.feed import PARTS, Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
+from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
 from toolkit.train.loss_windows import gather_json, means_by_tag
 from toolkit.train.user_state import UserState
 from toolkit.train.user_steps import UserSteps
@@ -156,7 +156,6 @@ class TrainingRun(UserSteps):
             device=self.device,
         )
         self._stack.callback(loader.close)
-        self._loader = loader
         return loader
 
     def resumable(self, **objects: Any) -> None:
@@ -174,20 +173,12 @@ class TrainingRun(UserSteps):
         session = self._session
         self._state = UserState(objects, session.rank, session.world_size, session.device, self._window)
         self._accumulation = self._state.accumulation
-        # A resume is refused where any of this has changed.
-        identity: dict[str, Json] = {"kind": USER_LOOP}
-        if self._loader is not None:
-            identity["global batch size"] = self._loader.global_batch_size
-        checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, identity)
-        if self._loader is not None:
-            checkpoints.include(self._loader)
-        self._resume(checkpoints)
-        move = self._activity.note_progress
-        for module in self._state.modules:
-            # Report each pass as progress, because an evaluation makes no steps. Compiled modules get no hook: the
-            # counting would become part of the compiled code.
-            if not is_compiled(module) and module._compiled_call_impl is None:
-                module.register_forward_pre_hook(lambda *_: move())
+        self._resume(Checkpoints(self.config.checkpoint, self._session, self._state, {"kind": USER_LOOP}))
+        # Report each pass as progress, because an evaluation makes no steps.
+        models = [value for value in objects.values() if isinstance(value, nn.Module) and not is_metric(bare(value))]
+        for layer in chain.from_iterable(map(layers, models)):
+            if not isinstance(layer, torch.jit.ScriptModule):
+                layer.register_forward_pre_hook(PassCounter(self._activity.note_progress))
 
     def save(self) -> None:
         """Request a save after this step. Every rank calls it in the same step, or the run ends with an error."""
@@ -277,6 +268,10 @@ class TrainingRun(UserSteps):
             self._meet(f"begun epoch {self._epoch}{of}", _SAME_LENGTH)
         else:
             self._meet("called run.steps()")
+        # A loop that had ended before the step of a resume says nothing about that step's data.
+        if isinstance(loader, Loader) and loader is not self._loader and (end is None or life.step <= end):
+            self._loader = loader
+            self._checkpoints.use(loader)
         # The boundary before the first step; a run that resumes at its end has none.
         if not self._is_done(life.step, end):
             self._boundary()
@@ -327,6 +322,7 @@ class TrainingRun(UserSteps):
             raise self._stopped
         life = self._opened("toolkit.start")
         self._finish_step()
+        self._has_logged |= self._window.is_open  # a loop that was left early, or has no length, ends at any step
         self._meet("come to the end of the run")
         # A loop that was left by a `break` because of a stop is not over.
         if self._has_left and self._calls.meet("left its loop", has=self._session.gate.pending == STOP):
@@ -361,6 +357,7 @@ class TrainingRun(UserSteps):
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.pop(id(loader), None)
         if feed is None:
+            self._refuse_a_part(inner_of(loader))
             origins = None if self._state is None else self._state.origins
             if (advice := advice_about(loader)) and self._session.is_main and not self._has_warned:
                 self._has_warned = True
@@ -371,6 +368,19 @@ class TrainingRun(UserSteps):
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
         self._feeds = {**dict([*self._feeds.items()][-MAX_FEEDS:]), id(loader): feed}
         return feed
+
+    def _refuse_a_part(self, loader: Any) -> None:
+        """Raise ConfigError where a part that has the position was handed over without the loader."""
+        owners = {name: part for name in PARTS if (part := getattr(loader, name, None)) is not None}
+        if isinstance(owners.get("dataset"), Sized):  # one with an index, whose state is something else
+            del owners["dataset"]
+        held = [name for name, part in owners.items() if self._state is not None and self._state.has(part)]
+        if held and self._state is not None and not self._state.has(loader):
+            raise ConfigError(
+                f"run.resumable: the {held[0]} of the loader in run.steps was handed over: run.steps keeps its "
+                "position, and a resume would move it on twice; leave it out, or hand over a loader with a state "
+                "(torchdata's StatefulDataLoader)"
+            )
 
     def _is_there(self, loader: Any) -> bool:
         """True if a resume has restored the loader's position by a state of its own."""

@@ -104,9 +104,13 @@ class UserState:
         """Return the models, without wrappers."""
         return list(self._modules.values())
 
+    def has(self, thing: object) -> bool:
+        """True if ``thing`` was handed over."""
+        return any(thing is found for found in self._objects)
+
     def has_filled(self, thing: object) -> bool:
         """True if ``thing`` was handed over and filled from a checkpoint."""
-        return self._is_loaded and any(thing is found for found in self._objects)
+        return self._is_loaded and self.has(thing)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -296,7 +300,9 @@ class UserState:
 
     def live(self) -> dict[str, Tensor]:
         """See :meth:`toolkit.strategies.protocol.Strategy.live`."""
-        live = {f"weights/{name}": local(parameter) for parameter, name in self._parameters().items()}
+        # A frozen one may be infinite by design, as a mask of attention.
+        named = self._parameters().items()
+        live = {f"{'weights' if each.requires_grad else 'frozen'}/{name}": local(each) for each, name in named}
         for prefix, module in self._modules.items():
             where = prefix.removeprefix(f"{MODEL}/")
             live |= {f"buffers/{where}{name}": local(buffer) for name, buffer in module.named_buffers()}

@@ -57,6 +57,7 @@ class UserSteps:
         self._figured = -1  #: the step that has the figures of every loop already
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
         self._save_due = self._save_asked = False  #: by the config, by the loop
+        self._log_due = False
         self._has_logged = False  #: outside of a step, since the last write
         self._stopped: StoppedError | None = None
         self._has_left = False  #: the loop was begun and has not come to its end
@@ -95,9 +96,9 @@ class UserSteps:
         life = self._opened("run.steps")
         if self._in_step:
             self._finish_step()
-            if life.step % self.config.train.log_every == 0 or life.step == self._total:
+            if self._log_due or life.step == self._total:
+                self._log_due = False
                 self._write()
-            self._save_due |= self._checkpoints.saver.is_due(life.step)
         if self._accumulation.is_open or not may_save:
             return
         self._check_once()
@@ -109,7 +110,10 @@ class UserSteps:
         self._boundary()
 
     def _finish_step(self) -> None:
-        """Count the step in progress, if there is one. A step that was left by a ``break`` counts too."""
+        """Count the step in progress, if there is one. A step that was left by a ``break`` counts too.
+
+        What is due after that one is done after the next step: a resume repeats what comes between two epochs.
+        """
         if self._in_step and self._life is not None:
             self._in_step = False
             self._batch += 1
@@ -117,6 +121,8 @@ class UserSteps:
             if self._trace is not None and self._state is not None:
                 self._trace.take_end(self._window.last("train/loss") / self._session.world_size, self._state.live())
             self._life.step_done(self._samples, self._wait_s)
+            self._log_due |= self.step % self.config.train.log_every == 0
+            self._save_due |= self._checkpoints.saver.is_due(self.step)
 
     def _check_once(self) -> None:
         """Check after an attempt's first step what a save needs. The first save may be due after half an hour."""
