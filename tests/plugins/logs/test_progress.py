@@ -116,7 +116,8 @@ def test_what_the_first_rank_prints_is_shown_without_the_lines_that_are_logged(
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
     run = rundir.create("own-loop")
     run.config.write_text(f"job: {job}\n" + "argv: [python, x.py]\n" * (job == configs.FOREIGN_JOB))
-    output, lines = progress_of_run._Output(run), []
+    lines: list[str] = []
+    output = progress_of_run._Output(run)
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 0).write_text(LOG)
     monkeypatch.setattr(growing_log, "READ_BYTES", piece)
