@@ -43,9 +43,7 @@ class JobRow:
     options: tuple[str, ...] = ()  #: sbatch options asked for, except sizes, which the job's environment holds
     batch_host: str | None = None
     exit_code: int | None = None  #: 0 until the job ends
-    exit_signal: int | None = None
     command: str | None = None
-    work_dir: str | None = None
     stdout_path: str | None = None
     het_job_id: str | None = None  #: the id of the first component, for every component of a heterogeneous job
     others: tuple[JobRow, ...] = ()  #: of a first component: the other components
@@ -147,7 +145,6 @@ def _fields(record: str) -> dict[str, str]:
 
 
 def _row(fields: Mapping[str, str]) -> JobRow:
-    code, signal = _exit(fields.get("ExitCode"))
     return JobRow(
         job_id=fields["JobId"],
         state=states.canonical(fields.get("JobState", "")),
@@ -170,10 +167,8 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         memory_bytes=_memory_of_node(fields),
         options=tuple(_options(fields)),
         batch_host=fields.get("BatchHost"),
-        exit_code=code,
-        exit_signal=signal,
+        exit_code=_exit_code(fields.get("ExitCode")),
         command=fields.get("Command"),
-        work_dir=fields.get("WorkDir"),
         stdout_path=fields.get("StdOut"),
         het_job_id=fields.get("HetJobId"),
     )
@@ -306,10 +301,10 @@ def parse_time(text: str | None) -> float | None:
         return None
 
 
-def _exit(text: str | None) -> tuple[int | None, int | None]:
-    """Parse an exit code and a signal: ``1:0`` is exit code 1 and no signal."""
-    match = re.fullmatch(r"([0-9]+):([0-9]+)", text or "")
-    return (int(match[1]), int(match[2])) if match else (None, None)
+def _exit_code(text: str | None) -> int | None:
+    """Parse an exit code before a signal, as in ``1:0``."""
+    match = re.fullmatch(r"([0-9]+):[0-9]+", text or "")
+    return int(match[1]) if match else None
 
 
 def parse_statuses(text: str) -> list[JobStatus]:
@@ -320,7 +315,6 @@ def _status(line: str) -> JobStatus:
     job_id, state, node_list, *more = line.split("|", 5)
     # squeue's last columns. The command comes last: it may have a | in it. sacct has the exit code in their place.
     start, reason = (*more[:2], "", "")[:2] if len(more) > 1 else ("", "")
-    code = re.match(r"\d{1,3}", more[0]) if len(more) == 1 else None
     command = more[2] if len(more) > 2 else None
     return JobStatus(
         job_id.strip(),
@@ -329,7 +323,7 @@ def _status(line: str) -> JobStatus:
         "" if node_list in _NOTHING else node_list,
         parse_time(start),
         "" if command in _NOTHING else command,
-        code and int(code[0]),
+        _exit_code(more[0]) if len(more) == 1 else None,
     )
 
 

@@ -279,7 +279,7 @@ class FakeSlurm(_FakeJobs):
             self._set(self._one(job_id), state="REQUEUE_HOLD", reason="JobHeldUser", exit_code=exit_code)
             return
         state = "FAILED" if exit_code or signal else "COMPLETED"
-        self._set(row, state=state, end_time=self.now, exit_code=exit_code, exit_signal=signal)
+        self._set(row, state=state, end_time=self.now, exit_code=exit_code)
 
     def preempt(self, job_id: str, grace_s: float = 0.0) -> None:
         """Preempt the job: the state stays RUNNING during the grace time, and EndTime becomes earlier."""
