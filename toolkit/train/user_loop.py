@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.base import logs
@@ -280,6 +281,8 @@ class TrainingRun(UserSteps):
             before = life.step
             yield from self._epoch_steps(feed, end)
             if total is None:
+                # Without a length the last step is not known before.
+                self._has_logged |= self._epoch + 1 == self._epochs and self._window.is_open
                 # The ranks meet before the loop's own code, whose collectives would pair up with those of a step.
                 self._meet(f"come to the end of epoch {self._epoch}, of {self._batch} batches", _SAME_LENGTH)
                 break
@@ -322,7 +325,8 @@ class TrainingRun(UserSteps):
             raise self._stopped
         life = self._opened("toolkit.start")
         self._finish_step()
-        self._has_logged |= self._window.is_open  # a loop that was left early, or has no length, ends at any step
+        # A loop may be left at any step. Without a process group nothing can be written any more.
+        self._has_logged |= self._window.is_open and (self.world_size == 1 or dist.is_initialized())
         self._meet("come to the end of the run")
         # A loop that was left by a `break` because of a stop is not over.
         if self._has_left and self._calls.meet("left its loop", has=self._session.gate.pending == STOP):
