@@ -172,7 +172,7 @@ def with_loader(session: Session, folder: Path, batch: int, samples: int, total:
     return "; ".join([said, *(each for each in messages if "differ" in each or "bit for bit" in each)])
 
 
-def test_a_resume_with_another_batch_or_other_data_is_refused_wherever_the_loader_is_made(tmp_path: Path) -> None:
+def test_a_resume_with_other_data_is_refused_wherever_the_loader_is_made(tmp_path: Path) -> None:
     assert run_ranks(2, with_loader, tmp_path, BATCH, SAMPLES, 3) == ["trained"] * 2
     for said in run_ranks(2, with_loader, tmp_path, BATCH + 2, SAMPLES, 6):
         assert "cannot be continued: global batch size was 12 and is now 14" in said

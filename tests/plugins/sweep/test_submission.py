@@ -234,7 +234,7 @@ class SlurmWithALimit(FakeSlurm):
         return super().sbatch(arguments)
 
 
-def test_a_sweep_of_more_points_than_a_user_may_have_jobs_is_submitted_as_there_is_room() -> None:
+def test_a_sweep_of_more_points_than_jobs_is_submitted_as_there_is_room() -> None:
     slurm = SlurmWithALimit(5)
     with pytest.raises(RequestError, match=r"(?s)6 points are not submitted: .*the same command submits what is"):
         submit(slurm, "train.seed=0..10")

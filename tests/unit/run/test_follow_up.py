@@ -454,7 +454,7 @@ def test_the_third_job_goes_on_though_slurm_has_forgotten_how_the_first_ended(ru
     assert takes_over(run, fates(run, before, slurm))
 
 
-def test_of_a_job_that_waited_long_in_the_queue_accounting_tells_how_the_one_before_ended(run: RunDir) -> None:
+def test_after_a_long_wait_accounting_tells_how_the_job_before_ended(run: RunDir) -> None:
     for end, fate in ((75, JobFate.REQUEUED), (1, JobFate.CANCELLED), (0, JobFate.NODE_FAILED)):
         slurm = FakeSlurm(preempt_mode="CANCEL")
         running(slurm)

@@ -132,8 +132,8 @@ def _note(place: Placement) -> None:
 def _project() -> Path:
     """Return the folder of the job's sources. It is the run's copy under a supervisor, else the current folder."""
     run = os.environ.get(rundir.RUN_DIR_VARIABLE)
-    code = None if run is None else rundir.RunDir(Path(run)).code
     try:
+        code = None if run is None else rundir.RunDir(Path(run)).code
         return code if code is not None and code.is_dir() else Path.cwd()
     except OSError as error:  # such as a name that is too long for a file
         raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is no run: {error.strerror}; unset it") from None
