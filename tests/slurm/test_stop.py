@@ -303,6 +303,31 @@ def test_a_follow_up_job_asks_for_what_the_batch_script_asks_for(site: Site) -> 
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
 
 
+@pytest.fixture
+def forgetful(make_box: Callable[..., Box], request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A site without requeue whose controller forgets jobs at once. Real ones do so within a job of hours."""
+    box = make_box(nodes=2)
+    path = Path(box.box_dir / "etc/slurm.conf")
+    path.write_text(path.read_text().replace("JobRequeue=1", "JobRequeue=0") + "MinJobAge=2\n")
+    box.run(["scontrol", "reconfigure"])
+    yield from visit(box, request)
+
+
+@pytest.mark.soak
+def test_a_chain_of_jobs_out_of_time_goes_on_though_the_first_is_forgotten(forgetful: Site) -> None:
+    site = forgetful
+    run = submit(site, slow_project(site, 0.06), "train.max_steps=2000", "cluster.time_min=1", "cluster.nodes=1")
+    result = wait_for(run.result, 900, "a result")
+    attempts = run.attempts()
+    print(json.dumps([(a.job_id, a.cause, a.decision, a.line) for a in attempts]))
+    assert (result.state, len({a.job_id for a in attempts}) >= 3) == ("completed", True), result
+    assert {a.cause for a in attempts[:-1]} == {"timeout"}
+    first = site.run("sacct", "--noheader", "--allocations", "--format=State,ExitCode", f"--jobs={attempts[0].job_id}")
+    assert first.split() == ["FAILED", "75:0"]
+    assert "Invalid job id" in site.run("scontrol", "show", "job", attempts[0].job_id, check=False)
+    nothing_lost(run)
+
+
 def test_a_follow_up_job_never_revives_a_cancelled_job(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=3000", no_requeue=True)
     reached(run, 50)
