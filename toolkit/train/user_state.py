@@ -99,11 +99,6 @@ class UserState:
                 count = module.n_averaged
                 self._others[name] = Other(name, partial(int, count), count.fill_)
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Return the models, without wrappers."""
-        return list(self._modules.values())
-
     def has(self, thing: object) -> bool:
         """True if ``thing`` was handed over."""
         return any(thing is found for found in self._objects)
