@@ -44,7 +44,7 @@ help:  ## this list
 
 # --- what people do
 
-train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm where sbatch answers
+train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm where there is sbatch, else right here
 	@$(BIN)/toolkit submit configs/digits_ddp.yaml --follow
 
 # What meets torch: the group, the store, checkpoints, and runs that are stopped and killed and end with the same bits.
