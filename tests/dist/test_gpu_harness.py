@@ -94,24 +94,3 @@ def test_the_record_has_the_machine_and_each_tests_figures(tmp_path: Path) -> No
         "| test_a.py::test_fast | passed | 1.2 | mfu 0.4568 |",
         "| test_a.py::test_b | failed | 2.0 | AssertionError: a \\| b |",
     ]
-
-
-def test_the_page_has_the_figures_of_the_kept_record() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    record, page = json.loads((docs / "gpu-figures.json").read_text()), (docs / "gpu.md").read_text()
-    about, tests = record["machine"], record["tests"]
-    assert {test["outcome"] for test in tests} == {"passed"}
-    assert f"**all {len(tests)} tests passed**" in page
-    assert about["revision"] in page
-    assert f"one {about['gpus'][0]}," in page
-    races = [test["figures"] for test in tests if "ours_of_bare" in test["figures"]]
-    assert len(races) == 3
-    (save,) = [test["figures"] for test in tests if "of_plain" in test["figures"]]
-    assert f"({save['plain_GB_per_s']:.1f} GB a second) | {save['of_plain']:.3f} |" in page
-    (copied,) = [test["figures"]["host_s"] for test in tests if "host_s" in test["figures"]]
-    assert f"| {copied * 1000:.1f} ms |" in page
-    (lap,) = [test["figures"]["host_us_per_lap"] for test in tests if "host_us_per_lap" in test["figures"]]
-    assert f"| {lap:.0f} us |" in page
-    for race in races:
-        row = f"{race['bare_samples_per_s']:.4g} | {race['ours_samples_per_s']:.4g} | {race['ours_of_bare']:.3f}"
-        assert f" | {row} | {race['mfu']:.3f} |" in page if "mfu" in race else f" | {row} | |" in page

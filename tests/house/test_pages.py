@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import importlib.util
+import json
 import pkgutil
 import re
 import shlex
@@ -227,3 +228,24 @@ def test_every_config_of_a_page_is_valid(
     validate(load_config("shown.yaml", size, site=False, sweep="sweep:" in config))
     if "sweep:" in config:
         assert submission.check(request.read("shown.yaml", [], Options()), ROOT, "slurm")
+
+
+def test_the_page_on_gpus_has_the_figures_of_the_kept_record() -> None:
+    record = json.loads((ROOT / "docs/gpu-figures.json").read_text())
+    page = " ".join((ROOT / "docs/gpu.md").read_text().split())
+    about, tests = record["machine"], record["tests"]
+    assert {test["outcome"] for test in tests} == {"passed"}
+    assert f"**all {len(tests)} tests passed**" in page
+    assert about["revision"] in page
+    assert f"one {about['gpus'][0]}," in page
+    races = [test["figures"] for test in tests if "ours_of_bare" in test["figures"]]
+    assert len(races) == 3
+    (save,) = [test["figures"] for test in tests if "of_plain" in test["figures"]]
+    assert f"({save['plain_GB_per_s']:.1f} GB a second) | {save['of_plain']:.3f} |" in page
+    (copied,) = [test["figures"]["host_s"] for test in tests if "host_s" in test["figures"]]
+    assert f"| {copied * 1000:.1f} ms |" in page
+    (lap,) = [test["figures"]["host_us_per_lap"] for test in tests if "host_us_per_lap" in test["figures"]]
+    assert f"| {lap:.0f} us |" in page
+    for race in races:
+        row = f"{race['bare_samples_per_s']:.4g} | {race['ours_samples_per_s']:.4g} | {race['ours_of_bare']:.3f}"
+        assert f" | {row} | {race['mfu']:.3f} |" in page if "mfu" in race else f" | {row} | |" in page
