@@ -199,6 +199,30 @@ def test_two_loaders_one_after_the_other_are_not_taken_for_a_change(stop: int, t
     assert run_ranks(1, two_loaders, tmp_path, None) == [9]
 
 
+def another_rate(session: Session, folder: Path, lr: float, total: int) -> tuple[float, list[str]]:
+    run = begun(session, folder, max_steps=total)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("toolkit").addHandler(handler)
+    model = nn.Linear(8, 2)
+    optimizer = SGD(model.parameters(), lr)
+    run.resumable(model=model, optimizer=optimizer)
+    for each in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=100):
+        step(model, optimizer, each.inputs)
+    run.finish()
+    run.close()
+    return optimizer.param_groups[0]["lr"], [each for each in messages if "now gives it" in each]
+
+
+def test_a_rate_that_the_checkpoint_overrules_is_named(tmp_path: Path) -> None:
+    assert run_ranks(1, another_rate, tmp_path, 0.1, 3) == [(0.1, [])]
+    assert run_ranks(1, another_rate, tmp_path, 0.1, 5) == [(0.1, [])]
+    ((rate, (said,)),) = run_ranks(1, another_rate, tmp_path, 0.01, 7)
+    assert rate == 0.1
+    assert said.startswith("optimizer: the script now gives it lr=0.01 (it was 0.1), and the checkpoint's values count")
+
+
 class Resumable(RandomSampler):
     at = 0
 

@@ -181,6 +181,10 @@ def places_of(at: str, manifest: Manifest) -> list[Tensor]:
 OPTIMIZER, GROUPS = "optim", "groups"
 
 
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Json]:
+    return {key: value for key, value in group.items() if isinstance(value, (int, float))}
+
+
 class OptimizerSlots:
     """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
 
@@ -188,6 +192,8 @@ class OptimizerSlots:
         self._name, self._at, self.optimizer, self._names = name, f"{GROUPS}/{name}", optimizer, names
         self._filled: dict[str, list[Tensor]] = {}  #: by slot or settings, the places of tensors in them
         self._handed_over = self._names_by_group()
+        self._given = [_numbers_of(group) for group in optimizer.param_groups]
+        self.overruled: list[str] = []  #: what the script has changed since the save, and the checkpoint has put back
 
     def _names_by_group(self) -> list[list[str]]:
         """Return the names of each group's parameters. Raises ConfigError for those of other models."""
@@ -224,7 +230,9 @@ class OptimizerSlots:
         for index, group in enumerate(self.optimizer.param_groups):
             plain = {key: value for key, value in group.items() if key != "params"}
             settings = encode(plain, f"{self._name}.param_groups[{index}]", tensors)
-            groups.append({"parameters": len(names[index]), "names": names[index], "settings": settings})
+            given = self._given[index] if index < len(self._given) else {}
+            of_group: dict[str, Json] = {"parameters": len(names[index]), "names": names[index]}
+            groups.append({**of_group, "settings": settings, "given": given})
         record: Json = {"class": type(self.optimizer).__name__, "groups": groups}
         return entries | entries_of(self._at, Replicated, record, tensors)
 
@@ -278,6 +286,10 @@ class OptimizerSlots:
                     group[key].copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
+        for given, saved_group in zip(self._given, saved["groups"], strict=False):
+            then = saved_group.get("given", {})
+            changed = [key for key, value in given.items() if then.get(key, value) != value]
+            self.overruled += [f"{key}={given[key]:g} (it was {then[key]:g})" for key in changed]
 
     def live(self) -> dict[str, Tensor]:
         return {f"optimizer/{name}": local(value) for name, value in self._slots() if _is_entry(value)}

@@ -279,8 +279,15 @@ class UserState:
         self._frozen.loaded(values)
         for extra in self._extra.values():
             extra.loaded(values)
-        for slots in self._optimizers.values():
+        for name, slots in self._optimizers.items():
             slots.loaded(values)
+            if slots.overruled and self._rank == 0:
+                log.warning(
+                    "%s: the script now gives it %s, and the checkpoint's values count; to change them, set them after "
+                    "run.resumable",
+                    name,
+                    listing(slots.overruled, 4),
+                )
         for parameter, gradient in self._filled_gradients.items():
             parameter.grad = gradient
         for name, other in self._others.items():
