@@ -116,3 +116,54 @@ def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: st
             os.killpg(rank.pid, signal.SIGKILL)
     assert (tmp_path / "out").read_text() == "survived\n", (tmp_path / "err").read_text()
     assert code == 0
+
+
+#: Starts a child that may hear the signal, and that ignores further ones while it cleans up.
+HEARS = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from tests.waiting import wait_for
+from toolkit.base import signals
+
+CHILD = '''
+import signal, sys, time
+from pathlib import Path
+
+def clean_up(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    Path("cleaning").touch()
+    time.sleep(0.2)
+    sys.exit(7)
+
+signal.signal(signal.SIGTERM, clean_up)
+if sys.argv[1] == "unblocked":
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+Path("ready").touch()
+time.sleep(600)
+'''
+
+def kill(pid, number):
+    plain_kill(pid, number)
+    if number == signal.SIGTERM:
+        wait_for(Path("cleaning").exists, 60, "the child's handler")
+
+earlier = signal.getsignal(signal.SIGTERM)
+signals.install()
+if sys.argv[1] == "ours is gone":
+    signal.signal(signal.SIGTERM, earlier)
+child = subprocess.Popen([sys.executable, "-c", CHILD, sys.argv[1]])
+wait_for(Path("ready").exists, 60, "the child")
+plain_kill, os.kill = os.kill, kill
+child.terminate()
+sys.exit(child.wait(60))
+"""
+
+
+@pytest.mark.parametrize("why", ["unblocked", "ours is gone"])
+def test_a_child_that_hears_the_signal_may_clean_up(why: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(HEARS)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "rank.py", why], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * 60
+    )
+    assert done.returncode == 7, done.stderr

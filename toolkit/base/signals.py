@@ -176,7 +176,7 @@ def _keep_from_children() -> None:
     plain_exec = _posixsubprocess.fork_exec
     _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec(plain_exec)  # type: ignore[attr-defined]
     for kind, name in ((subprocess.Popen, "send_signal"), (popen_fork.Popen, "_send_signal")):
-        setattr(kind, name, _killing_if_deaf(getattr(kind, name)))
+        _kill_the_deaf(kind, name, kept)
 
 
 #: Shells that unblock all signals before they wait for a program. A signal that they are told to ignore stays ignored.
@@ -203,14 +203,26 @@ def _trap(numbers: Collection[signal.Signals]) -> str:
     return f"trap '' {' '.join(number.name.removeprefix('SIG') for number in numbers)}"
 
 
-def _killing_if_deaf(send_signal: Callable[..., None]) -> Callable[..., None]:
+def _kill_the_deaf(kind: Any, name: str, kept: Callable[[], Collection[int]]) -> None:
+    """Have ``terminate()``, which calls ``name``, kill a child that was born with the signal blocked, and still is."""
+    init, send_signal = kind.__init__, getattr(kind, name)
+
+    @functools.wraps(init)
+    def begun(self: Any, *args: Any, **options: Any) -> None:
+        self.is_born_deaf = signal.SIGTERM in kept()
+        init(self, *args, **options)
+
     @functools.wraps(send_signal)
     def sent(self: Any, number: int) -> None:
+        # Asked before it is sent: a child that has unblocked it may ignore further ones while it cleans up.
+        is_born_deaf = number == signal.SIGTERM and getattr(self, "is_born_deaf", False)
+        is_deaf = is_born_deaf and self.returncode is None and _is_deaf(self.pid, number)
         send_signal(self, number)
-        if number == signal.SIGTERM and self.returncode is None and _is_deaf(self.pid, number):
+        if is_deaf:
             send_signal(self, signal.SIGKILL)
 
-    return sent
+    kind.__init__ = begun
+    setattr(kind, name, sent)
 
 
 def _is_deaf(pid: int, number: int) -> bool:
