@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "resume_data": "bench.resume_data",
     "sweep": "bench.sweep",
     "listing": "bench.listing",
-    "monitor": "bench.monitor 60",
+    "monitor": "bench.monitor 300",
     "beside": "bench.beside",
     "why": "bench.why",
     "collectives": "bench.collectives",

@@ -68,6 +68,8 @@ def parse(text: str) -> ProcessStat | None:
 def read(pid: int | str, proc: Path = Path("/proc")) -> ProcessStat | None:
     """Return the stat of a process. None if it is gone, or is another user's and hidden."""
     try:
-        return parse((proc / str(pid) / "stat").read_text(errors="replace"))
+        # The monitor reads those of all processes: through Path each takes more than twice as long.
+        with open(f"{proc}/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+            return parse(file.read().decode(errors="replace"))
     except OSError:
         return None

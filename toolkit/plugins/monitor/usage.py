@@ -195,7 +195,9 @@ class JobProcesses:
     def _text(self, name: str) -> str:
         """Return a file's content, empty if it cannot be read. The process has ended, or is another user's."""
         try:
-            return (self._proc / name).read_text(errors="replace")
+            # A look reads hundreds of files: through Path each takes more than twice as long.
+            with open(f"{self._proc}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
+                return file.read().decode(errors="replace")
         except OSError:
             return ""
 
