@@ -26,7 +26,8 @@ from toolkit.ranks import older_torch
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
     """Replace ``tensor`` in place by its sum over all ranks, and return it. No host sync on a GPU."""
-    dist.all_reduce(tensor)
+    if dist.get_world_size() > 1:  # a collective of one rank would wake gloo's threads, for a millisecond
+        dist.all_reduce(tensor)
     return tensor
 
 

@@ -106,17 +106,14 @@ class LogWindow:
         return torch.as_tensor(self._last.get(tag, 0.0))
 
     def add(self, tag: str, value: Tensor | float) -> None:
-        """Add a value of one step. A tensor of one element is not read. Raises JobCodeError for what is no number."""
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise _not_a_number(tag, value)
-            wide = value.detach().double()
-            number: Tensor | float = wide.reshape(()) if wide.ndim else wide
-        elif isinstance(value, (str, bytes)):  # float() would take "3.5"
-            raise _not_a_number(tag, value)
+        """Add a value of one step. A tensor on a GPU is not read. Raises JobCodeError for what is no single number."""
+        if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise _not_a_number(tag, value)  # float() would take "3.5"
+        if isinstance(value, Tensor) and not value.is_cpu:
+            number: Tensor | float = value.detach().double().reshape(())  # to read it would wait for the GPU
         else:
             try:
-                number = float(value)
+                number = float(value.item() if isinstance(value, Tensor) else value)
             except (TypeError, ValueError, OverflowError):
                 raise _not_a_number(tag, value) from None
         self._last[tag] = number
@@ -193,7 +190,7 @@ class LogWindow:
 
 def _not_a_number(tag: str, value: object) -> JobCodeError:
     if isinstance(value, Tensor):
-        what = f"has the shape {tuple(value.shape)}"
+        what = f"has the shape {tuple(value.shape)} and the type {value.dtype}"
     else:
         shown = repr(value)
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
