@@ -27,6 +27,8 @@ def of(row: Mapping[str, Any]) -> list[str]:
     if (why := _held_for(row)) is not None:
         text = f"Slurm holds job {row['job_id']} ({why}); when that is mended, "
         found.append(f"{text}`scontrol release {row['job_id']}` lets it go on")
+    elif row["slurm"] == "SUSPENDED":
+        found.append(f"Slurm has suspended job {row['job_id']}, and the run goes on when Slurm resumes it")
     elif waits := waits_for(row):
         start = start_text(row["expected_start"])
         found.append(f"{waits}; Slurm expects it to start at {start}" if start else waits)

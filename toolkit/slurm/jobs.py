@@ -96,6 +96,11 @@ class JobStatus:
     def is_over(self) -> bool:
         return states.is_over(self.state)
 
+    @property
+    def is_suspended(self) -> bool:
+        """True while Slurm has stopped the job's processes. It sends them no signal then, and scancel would wait."""
+        return self.state == "SUSPENDED"
+
 
 #: Fields that take the rest of their line: users write spaces and ``=`` into them.
 _FREE_TEXT = frozenset(

@@ -127,14 +127,17 @@ def test_retry_submits_only_what_has_failed_and_it_waits_again() -> None:
 def test_stop_cancels_what_waits_and_asks_what_works_in_two_calls() -> None:
     slurm = FakeSlurm()
     sent = submit(slurm, "train.seed=0..4")
-    start(sent.sweep, slurm, 0)
-    assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (4, 1)
     job = sent.jobs[0]
+    for index in (0, 4):
+        start(sent.sweep, slurm, index)
+    slurm.suspend(f"{job}_4")  # it takes no signal
+    assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (3, 2)
     assert [(call.job_id, call.signal, call.batch) for call in slurm.sent] == [(f"{job}_0", "USR1", True)]
     states = [slurm.show_jobs([f"{job}_{index}"])[f"{job}_{index}"] for index in range(5)]
-    assert [status and status.state for status in states] == ["RUNNING", *["CANCELLED"] * 4]
-    run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
-    assert (run.path / "intent.json").exists()
+    assert [status and status.state for status in states] == ["RUNNING", *["CANCELLED"] * 3, "SUSPENDED"]
+    for index in (0, 4):
+        run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[index])
+        assert (run.path / "intent.json").exists()
 
 
 def test_stop_leaves_a_run_that_has_just_started_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -535,6 +535,19 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
         Claim.of_job(run, allocation("7"), dead.token)
 
 
+def test_a_suspended_job_gets_no_signal(run: RunDir, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture) -> None:
+    """scancel would wait for the job to go on, until it is told to give up."""
+    start(run, slurm, "1")
+    slurm.suspend("1")
+    attach(run).stop()
+    assert "USR1" not in [sent.signal for sent in slurm.sent]
+    assert (stop_request.asked(run), run.result()) == (Intent.STOP, None)
+    assert "the run stops when Slurm resumes it" in caplog.text
+    assert row_of(run)["state"] == "running (SUSPENDED)"
+    attach(run).cancel()
+    assert (slurm.sent[-1].job_id, slurm.sent[-1].signal) == ("1", None)
+
+
 # ----------------------------------------------------------------------------------------------------- twice in a row
 
 

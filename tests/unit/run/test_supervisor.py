@@ -283,6 +283,25 @@ def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
     assert "would fail again unchanged" in run.result().why
 
 
+def test_a_stop_that_was_asked_for_while_the_job_was_suspended_is_found(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_loop, "ASLEEP_S", -1.0)  # as after each look
+
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            ranks.events.put(ended(0, 1, 2, 3, code=75))
+            ranks.events.put(AllRanksEnded(75))
+
+        Store.on_propose = stop
+        stop_request.ask(run, Intent.STOP)
+
+    assert supervise(run, Ranks(told)) == 75
+    assert (Store.proposed, run.result().state) == (["stop"], "stopped")
+
+
 def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)

@@ -264,6 +264,10 @@ class FakeSlurm(_FakeJobs):
             row, state="RUNNING", reason=None, start_time=self.now, end_time=end, node_list=node_list, batch_host=host
         )
 
+    def suspend(self, job_id: str) -> None:
+        """Suspend a running job."""
+        self._set(self._running(job_id), state="SUSPENDED")
+
     def add_step(self, job_id: str, name: str) -> str:
         """Start a step in a running job, as srun would, and return its number."""
         names = self._steps.setdefault(self._running(job_id).job_id, [])

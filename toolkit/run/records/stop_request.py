@@ -33,7 +33,7 @@ class Request(FileRecord):
 def ask(run: RunDir, intent: Intent) -> None:
     """Record the request; a stop does not replace a cancel.
 
-    The supervisor must be signalled, too: it does not look for requests by itself.
+    The supervisor must be signalled, too: it looks for requests by itself only where its job was suspended.
     """
     if intent is Intent.STOP and asked(run) is Intent.CANCEL:
         return

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import registry
+from toolkit.base import logs
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
 from toolkit.base.process_identity import Life
@@ -38,6 +39,8 @@ from toolkit.slurm.commands import Slurm, SlurmCommands
 
 if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
     from toolkit.config import Overrides
+
+log = logs.get(__name__)
 
 
 READ_FILES_EVERY_S = 0.5
@@ -238,6 +241,8 @@ class Run(SubmittedRun):
             # A job that still waits has nothing to save, so also a stop cancels it.
             if what is Intent.CANCEL or ownership.waits(status):
                 slurm.cancel(job)
+            elif status.is_suspended:  # its supervisor looks for the request when Slurm lets it go on
+                log.warning("Slurm has suspended job %s: the run stops when Slurm resumes it", job)
             elif not status.is_over and status.state != "COMPLETING":
                 slurm.cancel(job, signal="USR1", batch=True)
         left = [status for status in answers.values() if status is not None and not status.is_over]

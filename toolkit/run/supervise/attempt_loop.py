@@ -57,6 +57,8 @@ STATUS_EVERY_S = 0.5
 KILL_AGAIN_S = 10.0
 #: A rank that has not ended this long after a SIGKILL waits in the kernel, for a disk or a driver, perhaps for ever.
 UNKILLABLE_S = 60.0
+#: A supervisor that is so late was suspended with its job. No signal has told it of a user's request meanwhile.
+ASLEEP_S = 3.0
 #: Ranks that got SIGKILL are gone after this time.
 DYING_S = 1.0
 
@@ -117,7 +119,7 @@ class AttemptLoop:
         Two values of the attempt decide what comes next: ``kill_at``, when to kill all ranks (again), and
         ``exit_code``, which is there when all ranks have ended or are given up.
         """
-        attempt, next_status = self._attempt, 0.0
+        attempt, next_status = self._attempt, time.monotonic()
         unkillable_at = math.inf
         while attempt.exit_code is None:
             now = time.monotonic()
@@ -134,6 +136,8 @@ class AttemptLoop:
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._ranks.abandon()
             if now >= next_status:
+                if now - next_status > ASLEEP_S:
+                    self.stops.look_for_request()
                 self._do_periodic_work()
                 next_status = now + STATUS_EVERY_S
             # Wait for the next event, but no longer than until the next status or kill.

@@ -119,6 +119,12 @@ class StopPath:
             self._ask_slurm_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
         self.ask(why_stop(context, number))
 
+    def look_for_request(self) -> None:
+        """Stop if a user has asked for it without a signal: Slurm sends a suspended job none."""
+        if self._attempt.stop is None and self._context.asked():
+            log.warning("a stop was asked for while the job was suspended: asking the ranks to stop")
+            self.ask(why_stop(self._context, signal.SIGUSR1))
+
     def watch_the_clock(self) -> None:
         """Stop in time before the limit, without any signal configured."""
         attempt = self._attempt
