@@ -26,15 +26,12 @@ class Backend(Protocol):
 
     def register(self) -> str:
         """Make the group known to torch, and return torch's name of it. Opens nothing."""
-        ...
 
     def launch_key(self, rank: int, world_size: int) -> str:
         """Return a name that all ranks of this launch have, and no other launch. Every rank calls it."""
-        ...
 
     def finalize(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close what is open, after the rank has ended so. The arguments are those of ``__exit__``."""
-        ...
 
 
 def backend_of_plugin(name: str) -> Backend | None:

@@ -59,42 +59,33 @@ class SlurmCommands(Protocol):
 
     def available(self) -> bool:
         """True if jobs can be submitted here: sbatch exists and a controller answers within seconds."""
-        ...
 
     def show_job(self, job_id: str) -> JobRow | None:
         """Return the job, or ``None`` when the controller no longer knows it."""
-        ...
 
     def gpus_of(self, job_id: str) -> JobGpus:
         """Return the GPUs that a running job has on each of its nodes."""
-        ...
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         """Return the status of every id, ``None`` where it is unknown. Ask once for all ids."""
-        ...
 
     def user_jobs(self) -> list[JobStatus]:
         """Return all jobs of this user that the controller knows, ended ones included. One call."""
-        ...
 
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Return what accounting knows of these jobs; nothing where it is off or down. One call."""
-        ...
 
     def job_of_script(self, path: str) -> str | None:
         """Return the id of this user's job, or array, whose batch script is at ``path``. One call."""
-        ...
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
         """Cancel those of the jobs, and of the arrays' elements, that wait in the queue. One call.
 
         Jobs that Slurm has forgotten are no error.
         """
-        ...
 
     def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
         """Send a signal to the batch shells of running jobs. One call. Jobs that are gone are no error."""
-        ...
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         """End a job or one of its steps, or send a signal.
@@ -103,11 +94,9 @@ class SlurmCommands(Protocol):
         unknown is no error. A signal needs a running job with steps: for a job that is pending or ending, scancel waits
         for a step until the time limit.
         """
-        ...
 
     def find_step(self, job_id: str, name: str) -> str | None:
         """Return the number of the job's running step of this name, or ``None``."""
-        ...
 
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
         """Put the job back into the queue. Name array elements ``A_T``.
@@ -116,7 +105,6 @@ class SlurmCommands(Protocol):
         is still completing. With ``if_running`` such a job stays canceled, which is no error either: look at the job
         afterwards.
         """
-        ...
 
     def forbid_requeue(self, job_id: str) -> None:
         """Forbid Slurm to requeue the job from now on.
@@ -125,57 +113,45 @@ class SlurmCommands(Protocol):
         with an exit code other than 0 (``_set_job_requeue_exit_value`` in Slurm's job_mgr.c). A job that may not be
         requeued does not.
         """
-        ...
 
     def expedites(self) -> bool:
         """True if the site allows ``--requeue=expedite`` and sbatch knows the option."""
-        ...
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
         """Keep a pending job off these nodes. Slurm refuses this for a running job: requeue it first."""
-        ...
 
     def depend(self, job_id: str, on: Sequence[str]) -> None:
         """Let a pending job wait for the end of these jobs, and of no others. Slurm refuses this for a running job."""
-        ...
 
     def drained(self, node_list: str) -> dict[str, str]:
         """Return the reason of each of these nodes that takes no new jobs (DRAIN).
 
         The reason names who gave it. Asks once for all nodes.
         """
-        ...
 
     def topology(self) -> str:
         """Return what `scontrol show topology` prints: switches or blocks, each with its nodes."""
-        ...
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
         """Give back the nodes of a running job except the node list ``keep``. Steps go on there.
 
         A requeued job gets as many nodes as it was submitted with. A site may refuse this (``disable_job_shrink``).
         """
-        ...
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         """Submit with these arguments (options, then the script's path) and return the job id."""
-        ...
 
     def could_run(self, arguments: Sequence[str]) -> bool:
         """True if a job with these options could ever start. Slurm would hold one that could not for ever, silently."""
-        ...
 
     def settings(self) -> Settings:
         """Return how this cluster is set up."""
-        ...
 
     def clock(self) -> float:
         """Return the controller's time in seconds since the epoch. A job's times are by its clock."""
-        ...
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
         """True if a preemption ends this job for good, instead of requeueing or suspending it."""
-        ...
 
 
 class Slurm:

@@ -88,7 +88,6 @@ class AttemptWatcher(Protocol):
 
     def look(self, attempt: Attempt, stops: StopPath) -> None:
         """Ask the ranks to stop where the run is not to go on. Called twice a second."""
-        ...
 
 
 class AttemptLoop:
