@@ -79,13 +79,6 @@ def test_tools_of_the_project_do_not_see_the_copies(project: Path) -> None:
     assert [line for line in listed.stdout.split() if "code" in line] == []
 
 
-def test_a_run_of_an_earlier_version_is_read_where_it_has_its_copy(tmp_path: Path) -> None:
-    run = rundir.create("old", tmp_path)
-    assert run.code == run.path / ".code/now"
-    (run.path / "code").mkdir()
-    assert (run.code, run.code_number) == (run.path / "code", 1)
-
-
 def test_a_resume_goes_on_with_the_copy_and_says_what_differs_from_it(capsys: pytest.CaptureFixture[str]) -> None:
     run = failed(submit.submit("loop.py", executor="local").dir)
     assert cli.main(["resume", run.id]) == EXIT_DONE
@@ -111,19 +104,12 @@ def test_new_code_is_a_second_copy(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.code_number == 3
 
 
-@pytest.mark.parametrize("is_old", [True, False])
-def test_a_shared_or_earlier_copy_stays_the_first(is_old: bool, project: Path) -> None:
-    if is_old:
-        run = submit.submit("loop.py", executor="local").dir
-        (run.path / ".code/1").rename(run.path / "code")
-        (run.path / ".code/now").unlink()
-    else:
-        asked = request.read("loop.py", ["train.seed=1,2"], Options())
-        sent = submission.submit(asked, project, "slurm", FakeSlurm())
-        array = sent.sweep.arrays()[0]
-        claimed = element.claim(array, 0, array.record().token)
-        assert claimed is not None
-        run = claimed
+def test_a_copy_that_a_sweep_shares_stays_the_first(project: Path) -> None:
+    asked = request.read("loop.py", ["train.seed=1,2"], Options())
+    sent = submission.submit(asked, project, "slurm", FakeSlurm())
+    array = sent.sweep.arrays()[0]
+    run = element.claim(array, 0, array.record().token)
+    assert run is not None
     assert helper(run.code) == "1"
     mend()
     resume(failed(run), executor="slurm", code=True)

@@ -33,7 +33,7 @@ train()
 @pytest.fixture
 def shape_error(tmp_path: Path) -> str:
     """Return torch's own traceback of a shape error, as Python writes it."""
-    path = tmp_path / "runs/net/20261127-120000-0123abcd/code/models/net.py"
+    path = tmp_path / "runs/net/20261127-120000-0123abcd/.code/now/models/net.py"
     path.parent.mkdir(parents=True)
     path.write_text(MODEL)
     with pytest.raises(RuntimeError) as caught:

@@ -30,7 +30,7 @@ class ProcessIdentity:
 
     host: str
     pid: int
-    birth: str = ""  #: boot id, pid namespace and start in ticks; empty in a file of an older version
+    birth: str = ""  #: boot id, pid namespace and start in ticks; empty in a file with host and pid alone
 
     @staticmethod
     def of(pid: int) -> ProcessIdentity:
@@ -56,7 +56,7 @@ class ProcessIdentity:
             return Life.ALIVE if stat and is_there and str(stat.started_ticks) == started else Life.ENDED
         if self.host != socket.gethostname():
             return Life.UNSEEN
-        if not place:  # a file of an older version: another process may have got the pid
+        if not place:  # another process may have got the pid
             return Life.UNSEEN if is_there else Life.ENDED
         # This machine was started again. Else it is another one of the same name, or another container on this one.
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)

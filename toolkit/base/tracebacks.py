@@ -14,7 +14,7 @@ _FRAME = re.compile(
 _LIBRARY = re.compile(r".*(?:site|dist)-packages/([\w.-]+)|.*/lib/python3[\w.]*/()|<()")
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 #: The copy of the sources in a run's folder. What follows is the path in the user's project.
-_COPY = re.compile(r".*/\d{8}-\d{6}-[0-9a-f]{8}/(?:\.code/\w+|code)/")
+_COPY = re.compile(r".*/\d{8}-\d{6}-[0-9a-f]{8}/\.code/\w+/")
 #: Rows that mark a part of the line above.
 _MARKS = re.compile(r"[ \t]*[~^][~^ \t]*")
 

@@ -80,14 +80,14 @@ class RateChange:
 
 
 def rate_change(
-    saved: Any, step: int, rate: float, total: int, keys: Mapping[str, Any], run_id: str
+    saved: Mapping[str, Any], step: int, rate: float, total: int, keys: Mapping[str, Any], run_id: str
 ) -> RateChange | None:
     """Return what is to be said where a run goes on at another ``rate`` than it would have. None: nothing.
 
     ``saved`` is what :func:`rates_at` gave for the checkpoint at ``step``. ``total`` and ``keys`` are those of now.
     """
-    if not isinstance(saved, Mapping) or step >= total:
-        return None  # of an earlier version, or nothing is left to train
+    if step >= total:
+        return None  # nothing is left to train
     last, expected, then = saved["last"], saved["next"], saved["keys"]
     if any(math.isclose(rate, other, rel_tol=_SAME) for other in (last, expected)):
         return None

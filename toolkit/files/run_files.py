@@ -151,7 +151,7 @@ class JobUsage(JsonRecord):
 
     job_id: str | None = None  #: None without Slurm
     since: Moment = 0.0
-    until: Moment = 0.0  #: the last sample; 0 in files of older versions
+    until: Moment = 0.0  #: the last sample
     wall_s: float = 0.0
     # asked
     nodes: int = 0

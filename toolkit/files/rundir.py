@@ -83,7 +83,7 @@ class RunDir:
         """Return the number of the present copy of the sources. 1 is that of the submission."""
         try:
             target = str((self.path / COPIES / "now").readlink())
-        except OSError:  # a run of an earlier version
+        except OSError:  # a run without a copy
             return 1
         return int(target) if re.fullmatch(r"[1-9]\d{0,5}", target) else 1
 
@@ -342,8 +342,7 @@ def time_of_id(run_id: str) -> float | None:
 
 def code_in(folder: Path) -> Path:
     """Return the present copy of the sources in the folder of a run or a sweep."""
-    present, earlier = folder / COPIES / "now", folder / "code"
-    return earlier if not os.path.lexists(present) and earlier.is_dir() else present
+    return folder / COPIES / "now"
 
 
 def link_code(folder: Path, target: str) -> None:

@@ -68,7 +68,7 @@ def gained_s(progress: RunProgress, saved: int, saved_before: int) -> float:
 def of_run(attempts: Sequence[Mapping[str, float]], submitted: float, now: float) -> Ledger:
     """Return the whole run's ledger from ``submitted`` to ``now``, by those of its attempts.
 
-    A ledger is empty where nothing is known, as of an attempt that an older version has recorded.
+    A ledger is empty where nothing is known.
     """
     return _fitted({part: sum(ledger.get(part, 0.0) for ledger in attempts) for part in PARTS}, now - submitted)
 

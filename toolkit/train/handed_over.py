@@ -21,7 +21,6 @@ from toolkit.checkpoint.tensors import to_bytes
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.update.optimizer_state import refuse_lost_state
 
-#: Optional: checkpoints of older versions have none.
 FROZEN = "update/frozen"
 
 

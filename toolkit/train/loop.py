@@ -158,10 +158,10 @@ class Trainer:
         self._evaluations.restore(meta, self._step)
         if self._evaluations.newest is not None:
             self._end_if_done()
-        self._loss.restore(meta.get("loss_window"))
+        self._loss.restore(meta["loss_window"])
         if self._balance is not None:
             self._balance.restore(meta.get("shares"))
-        self._skipped.restore(meta.get("skipped_steps"))
+        self._skipped.restore(meta["skipped_steps"])
         self._not_finite.restore(meta)
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
@@ -170,7 +170,7 @@ class Trainer:
         self._life.boundary()
         # Only now: what a user has set at the checkpoint's step is set again in the boundary.
         if resumed is not None:
-            self._log_rate_change(resumed.get("learning_rate"))
+            self._log_rate_change(resumed["learning_rate"])
         begun: int | None = None  # the epoch last announced to the job
         while self._step < self._total:
             if begun != (epoch := self._epochs(self._step)):
@@ -261,7 +261,7 @@ class Trainer:
         metrics |= self._skipped.figures()
         self._life.write(values)
 
-    def _log_rate_change(self, saved: Any) -> None:
+    def _log_rate_change(self, saved: Mapping[str, Any]) -> None:
         """Say how the rate goes on, where it is not as the run would have gone on with its earlier config."""
         rate, run_id = self._lr(self._step), self._session.run_dir.name
         change = rate_change(saved, self._step, rate, self._total, self._rate_keys(), run_id)

@@ -60,9 +60,8 @@ class LossWindow:
         sums = self._by_rank(window)
         return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in window}}
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets the sum of all."""
-        saved = saved or {"steps": 0, "sums": {}}
         self._steps = saved["steps"]
         # Only totals over the ranks are logged, so after a change of their number one rank may hold them all.
         for name, sums in saved["sums"].items():

@@ -85,10 +85,9 @@ class NotFinite:
         return {"finite": self.weights_were_finite, "not_finite": {"row": self._row, "since": self._since}}
 
     def restore(self, meta: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose ``meta`` has a :meth:`state`; those of older versions have none."""
-        self.weights_were_finite = meta.get("finite", True)
-        if (saved := meta.get("not_finite")) is not None:
-            self._row, self._since = saved["row"], saved["since"]
+        """Go on from a checkpoint whose ``meta`` has a :meth:`state`."""
+        self.weights_were_finite = meta["finite"]
+        self._row, self._since = meta["not_finite"]["row"], meta["not_finite"]["since"]
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
         """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``.
@@ -280,12 +279,11 @@ class SkippedSteps:
             "waits": self._waits,
         }
 
-    def restore(self, saved: Any) -> None:
-        """Go on from a :meth:`state`; begin anew where a checkpoint has none."""
-        if isinstance(saved, Mapping):
-            self._count, self._rollbacks = saved["count"], saved["rollbacks"]
-            self._streak, self._rolled_back_at = list(saved["row"]), saved["rolled_back_at"]
-            self._waits = saved["waits"]
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state`."""
+        self._count, self._rollbacks = saved["count"], saved["rollbacks"]
+        self._streak, self._rolled_back_at = list(saved["row"]), saved["rolled_back_at"]
+        self._waits = saved["waits"]
 
     def _list(self, new: list[tuple[int, int]]) -> None:
         """List the ``new`` steps on rank 0, with their positions and samples."""

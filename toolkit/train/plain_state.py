@@ -257,14 +257,13 @@ class OptimizerSlots:
         saved = manifest.values.get(self._at)
         parameters = {name: parameter for parameter, name in self._names.items()}
         for group in saved.value["groups"][len(self._handed_over) :] if saved is not None else ():
-            missing = [name for name in group.get("names", ()) if name not in parameters]
+            missing = [name for name in group["names"] if name not in parameters]
             if missing:
                 raise ConfigError(
                     f"run.resumable: a group that was added to {self._name} has parameters of no model that was handed "
                     f"over: {listing(missing, 3)}"
                 )
-            if "names" in group:  # not in checkpoints of older versions
-                self.optimizer.add_param_group({"params": [parameters[name] for name in group["names"]]})
+            self.optimizer.add_param_group({"params": [parameters[name] for name in group["names"]]})
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
@@ -287,7 +286,7 @@ class OptimizerSlots:
                 else:
                     group[key] = value
         for given, saved_group in zip(self._given, saved["groups"], strict=False):
-            then = saved_group.get("given", {})
+            then = saved_group["given"]
             changed = [key for key, value in given.items() if then.get(key, value) != value]
             self.overruled += [f"{key}={given[key]:g} (it was {then[key]:g})" for key in changed]
 

@@ -77,7 +77,7 @@ class UserSteps:
         if loaded is not None:
             self._figured = loaded.step
             self._take_position(loaded.meta)
-            self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]
+            self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]  # a library keeps none
         self._stack.enter_context(self._life.open())
         if self.config.checkpoint.keep_best is not None:
             log.warning("checkpoint.keep_best is for jobs with an evaluate(): of this loop the newest checkpoints stay")
@@ -204,9 +204,9 @@ class UserSteps:
         return {"epoch": self._epoch, "batch": self._batch, **phase}
 
     def _take_position(self, meta: Mapping[str, Any]) -> None:
-        """Go on at the position of a checkpoint's ``meta``. One of an older version knows of one phase."""
+        """Go on at the position of a checkpoint's ``meta``."""
         self._epoch, self._batch = meta["epoch"], meta["batch"]
-        self._phase, self._first_epoch = meta.get("phase", 0), meta.get("first_epoch", 0)
+        self._phase, self._first_epoch = meta["phase"], meta["first_epoch"]
         if (positions := meta.get("positions")) is None:
             return
         if len(positions) == self._session.world_size:

@@ -22,7 +22,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunProgress, RunResult, RunStatus, Start
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_files, of_run, sentence
+from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_run, sentence
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.run.attempt.attempt import Attempt
@@ -77,7 +77,7 @@ def test_the_parts_of_an_attempt_sum_to_its_time_and_none_is_negative(attempt: A
 def test_the_parts_of_a_run_sum_to_its_time_whatever_of_it_was_written_down(
     chain: list[Any], is_written: list[bool], gap_s: float
 ) -> None:
-    """Attempts of an older version have no ledger. After the last one ``gap_s`` pass, or a clock was set."""
+    """Some attempts have no ledger. After the last one ``gap_s`` pass, or a clock was set."""
     ledgers: list[dict[str, float]] = []
     now = SUBMITTED
     for written, attempt in zip(is_written, chain, strict=False):
@@ -239,19 +239,6 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
 
 
 GOOD_REPORT = RunProgress(step=50, step_start=0, spent=spent(training=9.0, evaluation=1.0))
-
-
-def test_lines_of_an_older_version_are_read_and_their_time_is_idle(run: RunDir) -> None:
-    now = time.time()
-    old = {"attempt": 1, "cause": "crashed", "decision": "restart", "step_end": 100, "line": "rank 1: killed"}
-    times = {"started": iso(now - 60), "ended": iso(now - 10)}
-    run.add_attempt(AttemptRecord.from_json({**old, **times, "step_start": 0, "nodes": "here", "first_failure": None}))
-    assert of_files(run) is None
-    assert supervise(run, Ranks(goes_on)) == 0
-    result = run.result()
-    assert result is not None
-    assert 60.0 <= result.goodput["idle"] <= time.time() - now + 60.0
-    assert result.goodput["replay"] == pytest.approx(0.08)
 
 
 def iso(seconds: float) -> str:

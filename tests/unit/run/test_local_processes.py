@@ -73,7 +73,7 @@ UNSEEN = [
     pytest.param({"host": "another", "birth": "boot-of-another:1:2"}, id="another machine"),
     pytest.param({"birth": "this-machine-before:1:2"}, id="another machine of this name"),
     pytest.param({"host": "another", "birth": f"{BOOT}:1:2"}, id="another container of this machine"),
-    pytest.param({"host": "another", "birth": ""}, id="a file of an older version"),
+    pytest.param({"host": "another", "birth": ""}, id="another machine, by its name alone"),
 ]
 
 

@@ -46,7 +46,7 @@ def started(**marks: float) -> Start:
             108.25,
             {"supervisor": 1.0, "agents": 1.5, "checks": 0.0, "imports": 2.5, "ranks": 0.5},
         ),
-        # A restart within the job has what it needs; an older version has written no marks.
+        # A restart within the job has what it needs.
         (
             {"prepared": 50.0, "connected": 51.0, "imported": 53.0},
             107.0,

@@ -71,9 +71,9 @@ def new_copy(run: RunDir, project: Path) -> Iterator[None]:
 
     All copies are kept.
     """
-    copies, present = fsio.make_dir(run.path / rundir.COPIES), run.path / rundir.COPIES / "now"
-    target = str(present.readlink()) if present.is_symlink() else None
-    # The first copy may lie elsewhere: of a sweep, or of an earlier version.
+    copies, present = run.path / rundir.COPIES, run.code
+    target = str(present.readlink())
+    # The first copy of a sweep's run lies elsewhere.
     if not (copies / "1").exists():
         (copies / "1").symlink_to(os.path.relpath(run.code.resolve(), copies.resolve()))
     number = 1 + max(int(path.name) for path in copies.iterdir() if path.name.isdigit())
@@ -83,10 +83,7 @@ def new_copy(run: RunDir, project: Path) -> Iterator[None]:
         yield
     except BaseException:
         # A later submission, which took this one for dead, may have made its own copy the present one.
-        is_ours = present.is_symlink() and str(present.readlink()) == str(number)
-        if target is None and is_ours:
-            present.unlink(missing_ok=True)
-        elif target is not None and is_ours:
+        if str(present.readlink()) == str(number):
             rundir.link_code(run.path, target)
         shutil.rmtree(copies / str(number), ignore_errors=True)
         raise

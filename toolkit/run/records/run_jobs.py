@@ -35,7 +35,7 @@ class RunJobs:
 
     run: RunDir
     ids: tuple[str, ...]
-    cluster: str = ""  #: whose numbers they are; empty in files of older versions
+    cluster: str = ""  #: whose numbers they are; empty where it has no name
     sweep: str | None = None  #: the name of the run's sweep, else read from the run's files
 
     def is_elsewhere(self, here: str | None = None) -> bool:
