@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError, RequestError, nearest
-from toolkit.files import records, rundir
+from toolkit.files import rundir
 from toolkit.files.json_record import FileRecord
 from toolkit.files.run_files import (
     HALVED,
@@ -56,7 +56,7 @@ class Point(FileRecord):
     values: Mapping[str, Anything] = field(default_factory=dict)
     changes: Mapping[str, Anything] = field(default_factory=dict)
     after: AfterRecord | None = None  #: what must have completed before it starts
-    index: int | None = None  #: its element of the array; None in a list that an earlier version has written
+    index: int | None = None  #: its element of the array; None until the list is written
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,9 @@ class Array:
         return list(self.by_index(damage).values())
 
     def by_index(self, damage: list[str] | None = None) -> dict[int, Point]:
-        """Return the points by their index in the array.
-
-        Where a line does not say it, its place counts, as long as no line is damaged.
-        """
-        found: list[str] = []
-        points = Point.read_lines(self.points_path, found)
-        for text in found:
-            records.note(text, damage)
-        return {
-            place if point.index is None else point.index: point
-            for place, point in enumerate(points)
-            if point.index is not None or not found
-        }
+        """Return the points by their index in the array."""
+        points = Point.read_lines(self.points_path, damage)
+        return {point.index: point for point in points if point.index is not None}
 
     def job_of(self, point: Point, index: int, record: ArrayRecord | None) -> RunJobs | None:
         """Return the job for the point at ``index``."""
