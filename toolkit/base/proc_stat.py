@@ -30,11 +30,6 @@ class ProcessStat(NamedTuple):
         return self.number(4)
 
     @property
-    def major_faults(self) -> int:
-        """Return the pages that were fetched from a disk."""
-        return self.number(12)
-
-    @property
     def cpu_s(self) -> float:
         """Return the time on a CPU, utime and stime."""
         return (self.number(14) + self.number(15)) * TICK_S

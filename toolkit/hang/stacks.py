@@ -13,14 +13,11 @@ import contextlib
 import faulthandler
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from traceback import FrameSummary
-from typing import TypeAlias
 
 from toolkit.base import fsio
 from toolkit.files import rundir
@@ -44,22 +41,6 @@ def flight_path(folder: Path, rank: int | str) -> Path:
     torch's own analyzer of all dumps is ``torchfrtrace --prefix flight- FOLDER``.
     """
     return folder / f"flight-{rank}"
-
-
-Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
-
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-
-
-def main_stack(text: str) -> Stack:
-    """Return the main thread's stack in faulthandler's output: the last that ``threading`` has not started."""
-    main: Stack = []
-    for thread in _THREAD.split(text)[1:]:
-        frames = [FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(thread)]
-        if frames and frames[-1].name != "_bootstrap":
-            main = frames
-    return main
 
 
 def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -22,11 +22,11 @@ from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
-from toolkit.hang.stacks import main_stack
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.start.agents import Agents
 from toolkit.plugins.hangs import investigation, stack_digest
+from toolkit.plugins.hangs.faulthandler_text import main_stack
 from toolkit.plugins.hangs.investigation import blame
 from toolkit.plugins.hangs.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
 

@@ -17,6 +17,7 @@ from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
 from toolkit.plugins.hangs import outside_stacks
+from toolkit.plugins.hangs.faulthandler_text import main_stack
 
 #: As `py-spy dump --json` of version 0.4.3 writes it, with what we do not read left out.
 PY_SPY = """[
@@ -87,7 +88,7 @@ def killed() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def test_what_py_spy_says_is_read_as_a_stack_of_faulthandler() -> None:
-    main = stacks.main_stack(outside_stacks.from_py_spy(PY_SPY))
+    main = main_stack(outside_stacks.from_py_spy(PY_SPY))
     assert [(frame.filename, frame.lineno, frame.name) for frame in main] == [
         ("/x/train.py", 3, "hang_for_ever"),
         ("/x/train.py", 8, "<module>"),
@@ -133,9 +134,9 @@ def test_without_py_spy_processes_of_a_shell_write_stacks_and_the_shell_is_stopp
     shell, parent, child = pids
     text = stacks.stack_path(run.attempt_logs(1), 0).read_text()
     assert f"# process {shell}: bash, S (sleeping)" in text
-    assert [frame.name for frame in stacks.main_stack(text)] == ["hang_in", "in_parent", "<module>"]
+    assert [frame.name for frame in main_stack(text)] == ["hang_in", "in_parent", "<module>"]
     of_child = (run.attempt_logs(1) / f"stack-0-process-{child}.txt").read_text()
-    assert [frame.name for frame in stacks.main_stack(of_child)] == ["hang_in", "in_child", "<module>"]
+    assert [frame.name for frame in main_stack(of_child)] == ["hang_in", "in_child", "<module>"]
     assert outside_stacks._is_gone(parent)
     assert not (tmp_path / "went-on").exists()
     assert list(tmp_path.glob("core*")) == []
@@ -148,7 +149,7 @@ def test_a_launcher_that_waits_for_the_script_is_not_taken_for_it(
     process = start(run, [os.path.realpath("/proc/self/exe"), "-S", "-c", LAUNCHER], tmp_path)
     killed.append(process)
     outside_stacks.write(run, 1, {0: oldest_first(process.pid)})
-    assert stacks.main_stack(stacks.stack_path(run.attempt_logs(1), 0).read_text())[0].name == "hang_in"
+    assert main_stack(stacks.stack_path(run.attempt_logs(1), 0).read_text())[0].name == "hang_in"
 
 
 @pytest.mark.usefixtures("no_py_spy")

@@ -21,7 +21,6 @@ from toolkit import registry
 from toolkit.base import fsio, hostlist, logs
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity, stacks
-from toolkit.hang.stacks import Stack, main_stack
 from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
@@ -29,6 +28,7 @@ from toolkit.nodes.agent.reports import merge as merge_digests
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import RunningRanks
 from toolkit.plugins.hangs import silence, stack_digest
+from toolkit.plugins.hangs.faulthandler_text import Stack, main_stack
 from toolkit.plugins.hangs.silence import NodesWatch
 from toolkit.plugins.hangs.stack_digest import RankGroup, RankStack
 from toolkit.run.attempt.attempt import Attempt

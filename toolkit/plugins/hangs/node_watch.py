@@ -43,6 +43,8 @@ IDLE_SHARE = 0.01
 CPU_GRAIN_S = 0.02
 #: The states of a rank that are reported.
 MOVING, SILENT, ENDED, HIDDEN = "moving", "silent", "ended", "hidden"
+#: The field of the pages that a process has fetched from a disk, see `toolkit.base.proc_stat`.
+MAJOR_FAULTS = 12
 #: Looks in the time after which a rank counts as silent, and the bounds of the time between two looks.
 LOOKS, SHORTEST_LOOK_S, LONGEST_LOOK_S = 30, 0.2, 10.0
 #: A process that is younger than this may still become another program, with another environment.
@@ -165,7 +167,7 @@ class RankProcesses:
         names = ("rchar", "wchar", "read_bytes", "write_bytes")
         if not counters.keys() >= {*names}:
             return None
-        return (*(int(counters[name]) for name in names), stat.major_faults)
+        return (*(int(counters[name]) for name in names), stat.number(MAJOR_FAULTS))
 
     def _text(self, name: str) -> str:
         return self._bytes(name).decode(errors="replace")

@@ -26,6 +26,7 @@ from pathlib import Path
 from toolkit.base import fsio, proc_stat
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
+from toolkit.plugins.hangs.faulthandler_text import main_stack
 
 #: Ranks that are read at the same time, and the most processes of each.
 AT_ONCE, MOST_PROCESSES = 16, 8
@@ -128,7 +129,7 @@ def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[i
 
     Of several, as under torchrun, it is the first that waits for no other; None where there is no Python.
     """
-    innermost = {pid: stack[0] for pid in pids if (stack := stacks.main_stack(texts[pid]))}
+    innermost = {pid: stack[0] for pid in pids if (stack := main_stack(texts[pid]))}
     others = set()
     for pid, frame in innermost.items():
         if not any(part in frame.filename for part in _LAUNCHERS):

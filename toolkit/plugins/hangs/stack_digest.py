@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit.hang import activity, stacks
-from toolkit.hang.stacks import Stack, main_stack
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.hangs import outside_stacks
+from toolkit.plugins.hangs.faulthandler_text import Stack, main_stack
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
