@@ -1,4 +1,4 @@
-"""Disks: whether all nodes share one, how much a node's own can take, and where torch keeps there what it compiles.
+"""Disks: whether all nodes share one, which are a node's own, and where torch keeps there what it compiles.
 
 On NFS ranks of many nodes would rename and delete each other's compiled files, and one dies of "Stale file handle".
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit.base import fsio, node_memory, torch_version, trust
+from toolkit.base import fsio, torch_version, trust
 from toolkit.base.errors import RequestError
 
 #: Types of file systems that many nodes read from, as /proc/mounts names them.
@@ -17,12 +17,6 @@ SHARED = {
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "panfs", "pvfs2", "orangefs", "wekafs"),
     *("cifs", "smb3", "afs", "9p", "virtiofs", "glusterfs", "daos", "quobyte", "vast"),
 }
-#: Those whose files are in the node's memory.
-IN_MEMORY = {"tmpfs", "ramfs"}
-#: The part of the available memory that copies may take.
-MEMORY_SHARE = 0.5
-#: The part of a disk that copies leave free for others.
-LEFT_FREE = 0.05
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -40,15 +34,6 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 def is_shared(path: Path) -> bool:
     """True if other nodes read from the same file system."""
     return file_system(path).removeprefix("fuse.") in SHARED
-
-
-def room_bytes(folder: Path) -> int:
-    """Return how many bytes copies may take in ``folder``."""
-    status = os.statvfs(folder)
-    room = int(status.f_bavail * status.f_frsize - LEFT_FREE * status.f_blocks * status.f_frsize)
-    if file_system(folder) in IN_MEMORY:
-        room = min(room, int(MEMORY_SHARE * node_memory.available_bytes()))
-    return max(0, room)
 
 
 def own_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.file_operations import file_operations
 from toolkit.base import disks, staged
-from toolkit.plugins.staging import copying, package, whole
+from toolkit.plugins.staging import copying, package, room, whole
 from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
 from toolkit.plugins.staging.relay import RelayRequest
@@ -179,8 +179,8 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
 ) -> None:
     made, full = packed(source, tmp_path / "cache"), tmp_path / "full"
     full.mkdir()
-    room = {full: 10, node: 10**9}
-    monkeypatch.setattr(disks, "room_bytes", lambda folder: room[folder.parent])
+    free = {full: 10, node: 10**9}
+    monkeypatch.setattr(room, "room_bytes", lambda folder: free[folder.parent])
     assert copying.copy(made, [full, node]).path.is_relative_to(node)
     with pytest.raises(StagingError, match=r"full has room for 10 B, and .* are needed"):
         copying.copy(made, [full])
@@ -190,7 +190,7 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
         if operation == "write":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
-    room[full] = 10**9
+    free[full] = 10**9
     with file_operations(seen), pytest.raises(StagingError, match="full: No space left"):
         copying.copy(made, [full])
     assert not list((full / f"toolkit-stage-{os.geteuid()}").glob("*.partial"))

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
 
-from toolkit.base import disks, fsio, trust
+from toolkit.base import fsio, trust
 from toolkit.base.errors import RequestError
 from toolkit.files.json_record import JsonRecord
+from toolkit.plugins.staging import room
 from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
 from toolkit.plugins.staging.whole import OWN_FOLDER, is_whole, mark
 
@@ -207,14 +208,14 @@ def _make_room(own: Path, package: Package) -> None:
         last_use.setdefault(lock.stem, 0.0)  # of a job that died while it unpacked
     del_before = time.time() - UNUSED_S
     for key in sorted(last_use.keys() - {package.key}, key=lambda key: last_use[key]):
-        if last_use[key] > del_before and disks.room_bytes(own) >= needed:
+        if last_use[key] > del_before and room.room_bytes(own) >= needed:
             break
         with contextlib.suppress(BlockingIOError), _locked(own / f"{key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
             _remove(own, key)
             (own / f"{key}.lock").unlink()
-    room = disks.room_bytes(own)
-    if room < needed:
-        raise StagingError(f"{own.parent} has room for {fsio.size_text(room)}, and {fsio.size_text(needed)} are needed")
+    free = room.room_bytes(own)
+    if free < needed:
+        raise StagingError(f"{own.parent} has room for {fsio.size_text(free)}, and {fsio.size_text(needed)} are needed")
 
 
 def _remove(own: Path, key: str) -> None:

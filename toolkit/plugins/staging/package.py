@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from toolkit.base import disks, fsio, trust
+from toolkit.base import fsio, trust
 from toolkit.base.errors import RequestError
 from toolkit.devices.installed import GPU_FILES, GPU_FOLDERS
 from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.plugins.staging import room
 
 #: A package that no job has used for this long is removed; of one source all but the newest after a day.
 UNUSED_S, REPLACED_S = 30 * 86_400.0, 86_400.0
@@ -273,10 +274,10 @@ def _refuse_changed(source: PackageSource, request: PackRequest, key: str) -> No
 
 
 def _write_archive(path: Path, entries: list[_PackageEntry], file: Path) -> SummedFile:
-    needed, room = sum(entry.size for entry in entries), disks.room_bytes(file.parent)
-    if needed > room:
+    needed, free = sum(entry.size for entry in entries), room.room_bytes(file.parent)
+    if needed > free:
         raise StagingError(
-            f"a package of {path} needs {fsio.size_text(needed)}, and {file.parent} has {fsio.size_text(room)}"
+            f"a package of {path} needs {fsio.size_text(needed)}, and {file.parent} has {fsio.size_text(free)}"
         )
     with os.fdopen(fsio.open_private(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as opened:
         summed = SummedFile(opened)

@@ -29,7 +29,7 @@ from toolkit.files import records
 from toolkit.files.json_record import JsonRecord
 from toolkit.files.records import COUNT, TEXT, Record
 from toolkit.nodes.agent.link import AuthenticatedLink, StrangerError
-from toolkit.plugins.staging import copying
+from toolkit.plugins.staging import copying, room
 from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.plugins.staging.package import Package, StagingError
 
@@ -190,7 +190,7 @@ class Relay:
     def _receive(self, package: Package, own: Path) -> Iterator[bytes]:
         blocks = received(package, self._request.above, self._secret)
         needed = copying.needed_bytes(package) + package.size_bytes
-        if not self._request.is_above or disks.room_bytes(own) < needed:
+        if not self._request.is_above or room.room_bytes(own) < needed:
             return blocks
         spool = Spool(blocks, own)
         self._note(package, spool)
