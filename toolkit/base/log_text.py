@@ -33,11 +33,6 @@ def tail_of_stream(file: BinaryIO) -> str:
     return tail.decode(errors="replace")
 
 
-def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
-    return [line.rstrip() for line in clean(text).split("\n") if line.strip()][-count:]
-
-
 def clean(text: str) -> str:
     """Return the text in lines as a terminal would show them, the long ones cut."""
     text = _ESCAPES.sub("", text).replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")

@@ -16,8 +16,6 @@ GIVE_UP_AFTER_S = 300.0
 RETRY_EVERY_S = 2.0
 #: Errors of a disk, or a user's quota, that is full: they pass.
 FULL = (errno.ENOSPC, errno.EDQUOT)
-#: The same, and those of a file server that is away for a moment.
-PASSING = (*FULL, errno.EIO, errno.ESTALE)
 
 log = logs.get(__name__)
 T = TypeVar("T")

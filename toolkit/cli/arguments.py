@@ -59,11 +59,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", default="newest", metavar="STEP|best|newest", help="default: newest")
-    add_weights(parser)
-
-
 def add_weights(parser: argparse.ArgumentParser) -> None:
     text = "default: the moving average if there is one, of which the run's figures are"
     parser.add_argument("--weights", choices=["average", "raw"], help=text)

@@ -334,8 +334,6 @@ LIVE = (
     *("train.log_every", "train.eval_every"),
     *("checkpoint.every_steps", "checkpoint.every_min", "checkpoint.keep", "checkpoint.keep_every"),
 )
-#: A loop of one's own has its own learning rate and its own evaluations.
-LIVE_IN_OWN_LOOPS = tuple(key for key in LIVE if key != "train.eval_every" and not key.startswith("optim."))
 
 
 def set_values(config: JobConfig, values: Mapping[str, Any]) -> None:

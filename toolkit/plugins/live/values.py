@@ -7,9 +7,12 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base.errors import ConfigError, RequestError, nearest
-from toolkit.config.schema import LIVE, LIVE_IN_OWN_LOOPS, set_values
+from toolkit.config.schema import LIVE, set_values
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import changes, run_config
+
+#: A loop of one's own has its own learning rate and its own evaluations.
+LIVE_IN_OWN_LOOPS = tuple(key for key in LIVE if key != "train.eval_every" and not key.startswith("optim."))
 
 
 def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ It keeps nothing in memory that the files do not say: killed, and started again,
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
 
 LOOK_EVERY_S = 0.5
+#: Errors of a full disk, and of a file server that is away for a moment: they pass.
+PASSING = (*outages.FULL, errno.EIO, errno.ESTALE)
 
 log = logs.get(__name__)
 
@@ -56,7 +59,7 @@ def work(sweep: SweepDir) -> None:
             # Look again: a submitter that has added points found the lock taken, and some could not be started.
             time.sleep(LOOK_EVERY_S)
         except OSError as error:
-            if error.errno not in outages.PASSING:
+            if error.errno not in PASSING:
                 raise
             log.error("%s: tried again: %s", sweep.path, error)
             time.sleep(outages.RETRY_EVERY_S)
@@ -122,7 +125,7 @@ def _start(sweep: SweepDir, point: Point) -> Run | None:
     except TakenError:  # by its user at this moment
         return None
     except (ToolkitError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in outages.PASSING:
+        if isinstance(error, OSError) and error.errno in PASSING:
             raise
         log.error("run %s cannot be started: %s", run.id, error)
         write_ended(run, RunState.FAILED, f"it could not be started: {error}")
