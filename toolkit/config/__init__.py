@@ -5,8 +5,8 @@ well under a second.
 """
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.config.job_module import JobFiles, is_job, is_loop, job_source, torchvision_models
-from toolkit.config.layers import Overrides, dump_config, load_config, merged_layers, override_texts, parts_of, sweep_of
+from toolkit.config.job_module import is_job, is_loop, job_source
+from toolkit.config.layers import Overrides, dump_config, load_config, merged_layers, override_texts
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import filled, leaves
 from toolkit.config.schema import (
@@ -20,20 +20,13 @@ from toolkit.config.schema import (
     JobConfig,
     ModelConfig,
     PruningConfig,
-    RetryConfig,
     TrainConfig,
     all_keys,
     put,
     value_of,
 )
 from toolkit.config.script_arguments import argv_override, command_line
-from toolkit.config.strategy import (
-    STATELESS,
-    TENSOR_STYLES,
-    MeshConfig,
-    StrategyConfig,
-    mesh_of,
-)
+from toolkit.config.strategy import MeshConfig, StrategyConfig, mesh_of
 from toolkit.config.validation import (
     check_batch,
     check_change,
@@ -44,27 +37,23 @@ from toolkit.config.validation import (
     goes_on_with,
     validate,
 )
-from toolkit.limits import choose, is_one_line, tensor_style
+from toolkit.limits import choose, is_one_line
 
 __all__ = [
     "CALLED_JOB",
     "FIXED_ON_RESUME",
     "FOREIGN_JOB",
-    "STATELESS",
-    "TENSOR_STYLES",
     "CheckpointConfig",
     "ClusterConfig",
     "DataConfig",
     "DistConfig",
     "ImageConfig",
     "JobConfig",
-    "JobFiles",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
     "Overrides",
     "PruningConfig",
-    "RetryConfig",
     "StrategyConfig",
     "TrainConfig",
     "all_keys",
@@ -89,11 +78,7 @@ __all__ = [
     "merged_layers",
     "mesh_of",
     "override_texts",
-    "parts_of",
     "put",
-    "sweep_of",
-    "tensor_style",
-    "torchvision_models",
     "validate",
     "value_of",
 ]

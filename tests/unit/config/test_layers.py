@@ -10,7 +10,7 @@ import pytest
 from tests.unit.config.conftest import ROOT
 from toolkit import config as configs
 from toolkit.base.errors import ConfigError, RequestError
-from toolkit.config import JobConfig, MeshConfig, StrategyConfig, load_config, validate
+from toolkit.config import JobConfig, MeshConfig, StrategyConfig, job_module, load_config, validate
 from toolkit.files.rundir import RUN_DIR_VARIABLE
 
 
@@ -263,7 +263,7 @@ def test_a_jobs_folder_that_is_no_package_is_named(tmp_path: Path, monkeypatch: 
 
 def test_the_shipped_list_of_models_is_torchvisions() -> None:
     models = pytest.importorskip("torchvision").models
-    assert configs.torchvision_models() == models.list_models(module=models)
+    assert job_module.torchvision_models() == models.list_models(module=models)
 
 
 def test_every_default_is_valid() -> None:

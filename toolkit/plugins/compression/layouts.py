@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.config import STATELESS, StrategyConfig, TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config.strategy import STATELESS
 from toolkit.devices.accelerator import with_streams
 from toolkit.devices.kinds import is_of_devices
 from toolkit.plugins.compression.compressed import Compressed, refuse_types

@@ -19,7 +19,9 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base.errors import ConfigError, RequestError
-from toolkit.config import JobConfig, JobFiles
+from toolkit.config import JobConfig
+from toolkit.config.job_module import JobFiles
+from toolkit.config.layers import parts_of
 from toolkit.files.run_files import AfterRecord
 from toolkit.plugins.sweep.axes import Axis, Discrete, Values
 from toolkit.plugins.sweep.learnt import Tried
@@ -120,7 +122,7 @@ class _PointReader:
     def __init__(self, request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None) -> None:
         self._request, self._project, self._executor, self._waits_for = request, project, executor, waits_for
         self._files = JobFiles(project)
-        self._parts = {key: configs.parts_of(key) for key in request.axes}
+        self._parts = {key: parts_of(key) for key in request.axes}
         first = {key: _first(axis) for key, axis in request.axes.items()}
         # Each value of an axis is read with the first values of the others: it may need them.
         self._config = self._load(first)

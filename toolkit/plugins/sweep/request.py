@@ -12,6 +12,7 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
 from toolkit.base.errors import RequestError, nearest
+from toolkit.config.layers import sweep_of
 from toolkit.plugins.sweep import axes, learnt
 from toolkit.plugins.sweep.axes import Axis, Values
 from toolkit.plugins.sweep.learnt import Tried
@@ -66,7 +67,7 @@ def read(config: str | Path, overrides: Sequence[str], options: Options) -> Swee
     """Return the request of a file and of arguments; arguments win. Raises RequestError and ConfigError."""
     path = Path(config)
     found: dict[str, Axis] = {}
-    if path.suffix != ".py" and (section := configs.sweep_of(path)) is not None:
+    if path.suffix != ".py" and (section := sweep_of(path)) is not None:
         found, options = _of_section(*section, options)
     fixed = []
     for override in overrides:

@@ -40,7 +40,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing, nearest
-from toolkit.config import TENSOR_STYLES, tensor_style
+from toolkit.config.strategy import TENSOR_STYLES
+from toolkit.limits import tensor_style
 from toolkit.ranks.collectives import from_rank
 from toolkit.ranks.state import Entry, Sharded, local
 from toolkit.strategies.objective import TrialPass
