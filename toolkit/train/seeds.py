@@ -8,14 +8,13 @@ logging or evaluation. Beside it: torch's other switches for a whole process, mo
 from __future__ import annotations
 
 import os
-import random
 
-import numpy as np
 import torch
 
 from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.data.permutation import hash64
+from toolkit.data.randomness import seed_cpu
 from toolkit.devices import accelerator
 from toolkit.devices.kinds import CPU
 
@@ -49,13 +48,6 @@ def _seed_generators(word: int) -> None:
     """
     seed_cpu(word)
     accelerator.seed(word >> 1)
-
-
-def seed_cpu(word: int) -> None:
-    """Seed torch's generator for the CPU, ``random`` and numpy's legacy one by 64 bits."""
-    torch.default_generator.manual_seed(word >> 1)
-    random.seed(word)
-    np.random.seed(word & 0xFFFFFFFF)
 
 
 #: Variables by which a user configures torch's allocator. The second is the older name.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from toolkit.train.seeds import seed_cpu
+from toolkit.data.randomness import seed_cpu
 
 
 class SeededFetch:
