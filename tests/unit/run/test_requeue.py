@@ -235,7 +235,7 @@ def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_s
     assert row is not None
     assert row.restarts == 1
     allocation = Allocation(("node1",), (1,), 1, job_id=job, restart_count=1)
-    context = Context.of(run, JobConfig(), allocation, slurm, None, None)
+    context = Context(run, JobConfig(), allocation, slurm, None, None)
     context.claim = Claim.of_job(run, allocation, None)
     beginning.close_interrupted(context, None)
     (attempt,) = run.attempts()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -57,49 +56,31 @@ class UsageRecorder(Protocol):
         """
 
 
-@dataclass
 class Context:
     """The supervised run, and its present job."""
 
-    run: RunDir
-    config: JobConfig
-    allocation: Allocation
-    agents: Agents | None
-    container: Container | None
-    job: SlurmJob
-    nodes: Nodes
-    journal: Journal
-    events: Events
-    usage: registry.Guarded  #: a UsageRecorder
-    requeue: JobRequeue | None  #: None without Slurm
-    claim: Claim = field(init=False)  #: once the run is this job's
+    claim: Claim  #: once the run is this job's
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         run: RunDir,
         config: JobConfig,
         allocation: Allocation,
         slurm: SlurmCommands | None,
         agents: Agents | None,
         container: Container | None,
-    ) -> Context:
-        """Return the context of a new supervisor, with all its parts. Without ``slurm`` it is of this machine."""
+    ) -> None:
+        """Make all parts of a new supervisor. Without ``slurm`` it is of this machine."""
+        self.run, self.config, self.allocation = run, config, allocation
+        self.agents, self.container = agents, container
         spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
-        nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
-        return cls(
-            run,
-            config,
-            allocation,
-            agents,
-            container,
-            job=SlurmJob(slurm, allocation, config.cluster.signal_delay_s),
-            nodes=nodes,
-            journal=Journal(run, allocation, nodes),
-            events=SimpleQueue(),
-            usage=registry.Guarded("job_usage", run, allocation, config.cluster.price, os.environ),
-            requeue=None if slurm is None else JobRequeue(run, allocation, slurm, nodes),
-        )
+        self.job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
+        self.nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
+        self.journal = Journal(run, allocation, self.nodes)
+        self.events: Events = SimpleQueue()
+        prices = config.cluster.price
+        self.usage = registry.Guarded("job_usage", run, allocation, prices, os.environ)  #: a UsageRecorder
+        self.requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self.nodes)
 
     @property
     def is_foreign(self) -> bool:

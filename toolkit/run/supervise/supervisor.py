@@ -74,7 +74,7 @@ class Supervisor:
         self._run, self._config, self._allocation = run, config, allocation
         self._launcher, self._agents, self._token = launcher, agents, token
         self._attempts_without_step = 0  #: attempts in a row that made no step
-        self._context = context = Context.of(run, config, allocation, slurm, agents, container)
+        self._context = context = Context(run, config, allocation, slurm, agents, container)
         self._events, self._journal, self._nodes = context.events, context.journal, context.nodes
         self._care = NodeCare(context)
 
@@ -116,7 +116,9 @@ class Supervisor:
         # attempt's order has its own number.
         command, environ = self._context.rank_command(), self._context.rank_environ(attempt=0)
         self._launcher.open(command, environ, self._events)
-        self._look()
+        self._context.job.look()
+        row = self._context.job.row
+        self._context.claim.note_command(None if row is None else row.command)
         if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
             self._events.put(Signalled(signal.SIGTERM))
         close_interrupted(self._context, earlier_death)
@@ -138,12 +140,6 @@ class Supervisor:
         plan = self._nodes.plan()  # without nodes that are bad
         preparation.ask("wait", () if plan is None else plan.hosts, self._events)
         return self._run_attempts()
-
-    def _look(self) -> None:
-        """Ask Slurm how the job stands and what it is called there."""
-        self._context.job.look()
-        row = self._context.job.row
-        self._context.claim.note_command(None if row is None else row.command)
 
     # -------------------------------------------------------------------------------------------------- the attempts
 
