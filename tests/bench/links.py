@@ -38,7 +38,7 @@ from toolkit.config import DataConfig, StrategyConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader
 from toolkit.ranks.batch import Share
-from toolkit.ranks.report import NullReporter
+from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.ranks.stop.torch_store import connector
@@ -151,7 +151,7 @@ def be_rank(given: argparse.Namespace) -> None:
     store = dist.TCPStore(ADDRESS.format(1), 29400, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
     gate = Gate(rank, RANKS, connector(store))
-    session = Session(rank, RANKS, 0, torch.device("cpu"), given.folder, 1, store, NullReporter(), gate)
+    session = Session(rank, RANKS, 0, torch.device("cpu"), given.folder, 1, store, Reporter(), gate)
     say = print if rank == 0 else lambda *_, **__: None
     loader, rows, peer = digits(session), list[dict[str, Any]](), given.kinds[0]
     with closing(loader):

@@ -147,14 +147,14 @@ def _on_gloo(rank: int, world_size: int, port: int, folder: str) -> Iterator[Ses
     import torch
     import torch.distributed as dist
 
-    from toolkit.ranks.report import NullReporter
+    from toolkit.ranks.report import Reporter
     from toolkit.ranks.stop import Gate
     from toolkit.ranks.stop.torch_store import connector
 
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     gate = Gate(rank, world_size, connector(store))
-    yield Session(rank, world_size, rank, torch.device(device()), Path(folder), 1, store, NullReporter(), gate)
+    yield Session(rank, world_size, rank, torch.device(device()), Path(folder), 1, store, Reporter(), gate)
     dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import CONFIG, logged, plain_model, train
 from toolkit.plugins.curves import stragglers
 from toolkit.plugins.curves.stragglers import Stragglers
-from toolkit.ranks.report import NullReporter
+from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 
 pytestmark = pytest.mark.dist
@@ -40,7 +40,7 @@ class Sleepy(nn.Module):
         return self._model(inputs)
 
 
-class Noting(NullReporter):
+class Noting(Reporter):
     """Keeps the last progress."""
 
     def __init__(self) -> None:

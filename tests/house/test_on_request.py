@@ -29,7 +29,7 @@ from toolkit.plugins.live import values as live_values
 from toolkit.plugins.live.on_request import OnRequest
 from toolkit.plugins.profile import recording as profile
 from toolkit.plugins.report import compare
-from toolkit.ranks.report import NullReporter
+from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.run.records import changes, user_request
@@ -49,7 +49,7 @@ class Rank:
 
     def __init__(self, run: RunDir, step: int = 0) -> None:
         gate = cast(Gate, None)
-        session = Session(0, 1, 0, torch.device("cpu"), run.path, 1, HashStore(), NullReporter(), gate)
+        session = Session(0, 1, 0, torch.device("cpu"), run.path, 1, HashStore(), Reporter(), gate)
         self._run, self.values = run, dict[str, Any]()
         self.on_request = OnRequest(session, self._adopt)
         self.on_request.resume(step)

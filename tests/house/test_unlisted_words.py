@@ -17,9 +17,10 @@ from tests.dist.objectives import cross_entropy
 from toolkit import strategies
 from toolkit.base.errors import ConfigError
 from toolkit.cli.keys import words_by_key
-from toolkit.config import TENSOR_STYLES, DataConfig, ImageConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config import DataConfig, ImageConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.config.optim import OPTIMIZERS
+from toolkit.config.strategy import TENSOR_STYLES
 from toolkit.data.loader import build_loader
 from toolkit.plugins.compression.schemes import build_scheme
 from toolkit.plugins.images.photographs import training_transform
@@ -31,7 +32,7 @@ from toolkit.plugins.pipeline import schedules
 from toolkit.plugins.pipeline.stage_module import Grid
 from toolkit.plugins.tensor.plan import _torch_style
 from toolkit.ranks.batch import Share
-from toolkit.ranks.report import NullReporter
+from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.strategies import Custom, build_strategy, of_pairs
 from toolkit.strategies.layouts import autocast
@@ -42,7 +43,7 @@ from toolkit.train.optim import build_optimizer
 CPU = torch.device("cpu")
 NOBODY: Any = None  #: what no dispatch asks
 WIRE: Any = SimpleNamespace(ranks=2, rank=0)
-SESSION = Session(0, 2, 0, CPU, Path("nowhere"), 1, HashStore(), NullReporter(), NOBODY)
+SESSION = Session(0, 2, 0, CPU, Path("nowhere"), 1, HashStore(), Reporter(), NOBODY)
 
 
 def a_layout(name: str) -> object:

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from toolkit.base import logs, proc_stat
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.hang import activity
+from toolkit.hang import activity, stacks
 from toolkit.hang.activity import Activity
 from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Outbox, RankReport
 
@@ -161,10 +160,6 @@ class FileReporter(_Latest):
             self._run_dir.write_status(self._run_dir.status().replace(state=state))
 
 
-class NullReporter(Reporter):
-    """For the other ranks of an unsupervised run, whose reports have no reader."""
-
-
 #: A rank that waits in gloo uses 0.002 of a core; one that compiles, or whose compilers are programs, most of one.
 WORKING_SHARE = 0.05
 #: The kernel counts in hundredths of a second.
@@ -203,11 +198,4 @@ def family_cpu_s(pid: int | None = None) -> float:
     stat = proc_stat.read(name)
     if stat is None:
         return 0.0
-    used_s = stat.family_cpu_s
-    for children in Path(f"/proc/{name}/task").glob("*/children"):
-        try:
-            pids = children.read_text().split()
-        except OSError:  # a thread that has ended
-            continue
-        used_s += sum(family_cpu_s(int(child)) for child in pids)
-    return used_s
+    return stat.family_cpu_s + sum(map(family_cpu_s, stacks.children(name)))

@@ -29,7 +29,7 @@ from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import reports
 from toolkit.ranks import collectives, older_torch, rendezvous
 from toolkit.ranks.device import agree, backend_of_plugin, choose_backend, choose_device
-from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
+from toolkit.ranks.report import AgentReporter, FileReporter, Reporter
 from toolkit.ranks.stop import STOP, Gate, Hang
 from toolkit.ranks.stop.torch_store import StoreTransport, connector
 
@@ -214,7 +214,7 @@ def _session(
         # Closed in reverse order: the gate, then the reporter.
         client = older_torch.clone(store)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        reporter: AgentReporter | FileReporter | NullReporter
+        reporter: Reporter
         if os.environ.get("TOOLKIT_SUPERVISED") == "1":
             token = os.environ.get(reports.VARIABLE)
             if token is None:
@@ -225,7 +225,7 @@ def _session(
             status = RunStatus(supervised=False, world_size=world_size, attempt=1, **who)
             reporter = FileReporter(run, status, partial(_owns_run, run))
         else:
-            reporter = NullReporter()
+            reporter = Reporter()  # no one reads the reports of the other ranks of an unsupervised run
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, client, rank, world_size))
         start_up.end("group")

@@ -28,7 +28,7 @@ from toolkit.hang.activity import Activity
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, Outbox, RankReport
 from toolkit.ranks import report, store_host
-from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
+from toolkit.ranks.report import AgentReporter, FileReporter, Reporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
@@ -291,7 +291,7 @@ def test_a_full_disk_costs_an_unsupervised_run_some_of_its_status_and_nothing_el
 
 def test_the_other_ranks_of_an_unsupervised_run_write_nothing(run: RunDir) -> None:
     before = sorted(run.path.rglob("*"))
-    reporter = NullReporter()
+    reporter = Reporter()
     reporter.progress(step=1)
     reporter.finish({"step": 1})
     reporter.close()

@@ -149,7 +149,7 @@ def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_as_a_resume_there(
 
 def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
     run: Any = SimpleNamespace(_feeds={}, _seed=seeder(3, 0), _state=None, world_size=1)
-    run._is_there = run._refuse_a_part = lambda loader: False
+    run._refuse_a_part = lambda loader: None
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     for _ in range(3 * MAX_FEEDS):
         loader = DataLoader(Noise(), 2)

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import ModelConfig
-from toolkit.ranks.report import NullReporter
+from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.strategies.models import in_training
 from toolkit.train.initial import fill, freeze, initialised, pair
@@ -35,7 +35,7 @@ def trained(classes: int = 3) -> dict[str, Tensor]:
 
 def session_of(folder: Path, rank: int = 0, store: Any = None) -> Session:
     nobody: Any = None  # asks the gate
-    return Session(rank, 2, rank, torch.device("cpu"), folder, 1, store or HashStore(), NullReporter(), nobody)
+    return Session(rank, 2, rank, torch.device("cpu"), folder, 1, store or HashStore(), Reporter(), nobody)
 
 
 @pytest.mark.parametrize(
