@@ -140,10 +140,7 @@ class Plugin:
 
 
 #: What the core has itself is in the same table, so that no plugin can take its place.
-_CORE_COMMANDS = (
-    *("submit", "supervise", "run", "exec", "status"),
-    *("stop", "cancel", "resume"),
-)
+_CORE_COMMANDS = ("submit", "supervise", "run", "exec", "status", "stop", "cancel", "resume")
 # fmt: off
 _CORE_TRAITS = {
     # same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
@@ -156,7 +153,7 @@ _CORE_TRAITS = {
 # fmt: on
 CORE = Plugin(
     "toolkit",
-    commands={name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _CORE_COMMANDS},
+    commands={name: f"toolkit.cli.commands.{name}" for name in _CORE_COMMANDS},
     strategies=dict.fromkeys(_CORE_TRAITS, "toolkit.strategies"),
     traits=_CORE_TRAITS,
     checks=dict.fromkeys(_CORE_TRAITS, "toolkit.config.validation:StrategyChecks")

@@ -145,17 +145,13 @@ def _joined(put_together: Callable[[list[Any]], Any]) -> Callable[[Any, list[Ten
     return lambda inner, tensors: put_together([decode(item, tensors) for item in inner])
 
 
-def _on_device(tensor: Tensor) -> Tensor:
-    """Return the tensor on the rank's GPU, where it was saved from; on the CPU where there is none."""
-    return tensor.to(accelerator.kind().type)
-
-
 _DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "$float": lambda inner, tensors: float(inner),
     "$bytes": lambda inner, tensors: base64.b64decode(inner),
     "$dtype": lambda inner, tensors: getattr(torch, inner),
     "$tensor": lambda inner, tensors: tensors[inner],
-    "$device": lambda inner, tensors: _on_device(tensors[inner]),
+    # On the rank's GPU, where it was saved from; on the CPU where there is none.
+    "$device": lambda inner, tensors: tensors[inner].to(accelerator.kind().type),
     "$subclass": _decode_subclass,
     "$array": lambda inner, tensors: tensors[inner].numpy(),
     "$scalar": lambda inner, tensors: tensors[inner].numpy()[()],

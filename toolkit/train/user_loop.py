@@ -366,9 +366,8 @@ class TrainingRun(UserSteps):
             if (advice := advice_about(loader)) and self._session.is_main and not self._has_warned:
                 self._has_warned = True
                 log.warning("run.steps: a resume reads earlier batches again%s", advice)
-            feed = IterableFeed(
-                loader, self._seed, self.world_size, is_there=self._is_there(inner_of(loader)), origins=origins
-            )
+            is_there = self._state is not None and self._state.has_filled(inner_of(loader))
+            feed = IterableFeed(loader, self._seed, self.world_size, is_there=is_there, origins=origins)
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
         self._feeds = {**dict([*self._feeds.items()][-MAX_FEEDS:]), id(loader): feed}
         return feed
@@ -385,10 +384,6 @@ class TrainingRun(UserSteps):
                 "position, and a resume would move it on twice; leave it out, or hand over a loader with a state "
                 "(torchdata's StatefulDataLoader)"
             )
-
-    def _is_there(self, loader: Any) -> bool:
-        """True if a resume has restored the loader's position by a state of its own."""
-        return self._state is not None and self._state.has_filled(loader)
 
     def _is_done(self, step: int, end: int | None) -> bool:
         return end is not None and step >= end

@@ -206,7 +206,8 @@ class AgentLinks:
         # The first message names the host. Until then the peer has only proved that it knows the secret.
         elif message["is"] == "here":
             if not self._listener.admits(str(message["host"]), message):
-                self._say_leave(peer)
+                with contextlib.suppress(OSError):  # it has disconnected already
+                    self._send(peer, peer.link.send({"do": "leave"}))
                 return
             self._strangers.discard(peer.connection)
             peer.host = str(message["host"])
@@ -214,10 +215,6 @@ class AgentLinks:
             with contextlib.suppress(OSError):  # it has disconnected again
                 self.addresses[plain_address(peer.connection.getpeername()[0])] = peer.host
             self._listener.agent_came(peer.host)
-
-    def _say_leave(self, peer: _Peer) -> None:
-        with contextlib.suppress(OSError):  # it has disconnected already
-            self._send(peer, peer.link.send({"do": "leave"}))
 
     def _drop(self, peer: _Peer, why: str) -> None:
         self._strangers.discard(peer.connection)

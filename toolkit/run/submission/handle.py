@@ -92,8 +92,29 @@ class Run(SubmittedRun):
         return result.to_json()
 
     def _repr_html_(self) -> str:
-        """Return how the run stands, for a notebook."""
-        return html_of(self.dir)
+        """Return state, progress and figures, for a notebook. Damaged files are named; Slurm is not asked."""
+        damage: list[str] = []
+        status, result = self.dir.status(damage), self.dir.result(damage)
+        at = status.progress
+        # The result, if there is one, overrides the last status, which may be older.
+        state = (status.state or RunState.QUEUED) if result is None else result.state
+        step = at.step if result is None or result.step is None else result.step
+        metrics = at.metrics if result is None or not result.metrics else result.metrics
+        rows = [("run", f"{self.dir.name}/{self.id}"), ("state", str(state)), ("folder", str(self.dir.path))]
+        if step is not None:
+            rows.append(("step", f"{step} of {at.total_steps or '?'}"))
+        if result is None and at.eta_s is not None and state.has_ranks:
+            rows.append(("time left", as_clock(at.eta_s)))
+        for name, value in sorted(metrics.items()):
+            rows.append((name, "not a number" if value is None else f"{value:.4g}"))
+        if result is not None and result.why:
+            rows.append(("why", result.why))
+        rows += [("damaged", text) for text in damage]
+        bar = ""
+        if at.total_steps:
+            bar = f'<progress max="{at.total_steps}" value="{min(step or 0, at.total_steps)}"></progress>'
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+        return f"{bar}<table>{cells}</table>"
 
     def watch(self) -> Iterator[dict[str, Any]]:
         """Yield what :meth:`status` returns, twice a second until the run has ended."""
@@ -342,29 +363,3 @@ def withdraw_retry(run: RunDir) -> bool:
 def attach(run: RunDir) -> Run:
     """Return the handle of an earlier run, of any process. Raises RequestError for one that was never submitted."""
     return Run(run, *submitter_of(run))
-
-
-def html_of(run: RunDir) -> str:
-    """Return state, progress and figures of the run. Damaged files are named; Slurm is not asked."""
-    damage: list[str] = []
-    status, result = run.status(damage), run.result(damage)
-    at = status.progress
-    # The result, if there is one, overrides the last status, which may be older.
-    state = (status.state or RunState.QUEUED) if result is None else result.state
-    step = at.step if result is None or result.step is None else result.step
-    metrics = at.metrics if result is None or not result.metrics else result.metrics
-    rows = [("run", f"{run.name}/{run.id}"), ("state", str(state)), ("folder", str(run.path))]
-    if step is not None:
-        rows.append(("step", f"{step} of {at.total_steps or '?'}"))
-    if result is None and at.eta_s is not None and state.has_ranks:
-        rows.append(("time left", as_clock(at.eta_s)))
-    for name, value in sorted(metrics.items()):
-        rows.append((name, "not a number" if value is None else f"{value:.4g}"))
-    if result is not None and result.why:
-        rows.append(("why", result.why))
-    rows += [("damaged", text) for text in damage]
-    bar = ""
-    if at.total_steps:
-        bar = f'<progress max="{at.total_steps}" value="{min(step or 0, at.total_steps)}"></progress>'
-    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f"{bar}<table>{cells}</table>"
