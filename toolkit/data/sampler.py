@@ -174,8 +174,9 @@ def eval_calls(size: int, shares: int, batch_size: int) -> int:
 def refuse_other_share(state: Json, share: Share) -> None:
     """Raise ConfigError if the ``state`` of a loader, from a checkpoint, is that of another share."""
     assert isinstance(state, Mapping)
-    saved = state.get("share")  # not in older checkpoints
-    if isinstance(saved, Sequence) and [*saved] != [share.index, share.count]:
+    saved = state["share"]
+    assert isinstance(saved, Sequence)
+    if [*saved] != [share.index, share.count]:
         raise ConfigError(
             f"data: this rank read share {saved[0]} of {saved[1]} of the data up to the checkpoint, and has share "
             f"{share.index} of {share.count} now. Streams and the parts of data.split cannot be shared out anew: go on "

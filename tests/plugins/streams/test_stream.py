@@ -97,7 +97,7 @@ def test_a_worker_that_is_ahead_changes_nothing(undisturbed: list[Any]) -> None:
 
 
 def test_a_worker_whose_priming_was_the_step_before_the_resume_begins_anew(undisturbed: list[Any]) -> None:
-    other: Json = {"next_step": 1, "stream": {"epoch": 1, "taken": 2}}
+    other: Json = {"next_step": 1, "stream": {"epoch": 1, "taken": 2}, "share": [1, 3]}
     with closing(loader(workers=1)) as resumed:
         resumed.at(0)
         resumed.restore(other)

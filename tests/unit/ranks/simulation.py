@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from toolkit.ranks.stop import STOP, Gate, Hang, MemoryStore, propose
+from tests.unit.ranks.memory_store import MemoryStore
+from toolkit.ranks.stop import STOP, Gate, Hang, propose
 
 Where = Literal["before", "step", "evaluation", "end", "outside"]
 ENDLESS = 1_000_000

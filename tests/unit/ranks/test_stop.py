@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.ranks.memory_store import MemoryStore
 from tests.unit.ranks.simulation import case_of, faults, play
 from tests.waiting import PATIENCE, wait_for
 from toolkit.base.errors import ToolkitError
 from toolkit.ranks import session
-from toolkit.ranks.stop import PREFIX, STOP, Gate, Hang, MemoryStore, Transport, propose
+from toolkit.ranks.stop import PREFIX, STOP, Gate, Hang, Transport, propose
 
 LIMIT_S = 10.0
 

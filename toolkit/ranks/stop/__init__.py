@@ -31,6 +31,6 @@ round.
 """
 
 from toolkit.ranks.stop.gate import Gate, Hang
-from toolkit.ranks.stop.rounds import PREFIX, STOP, MemoryStore, Transport, propose
+from toolkit.ranks.stop.rounds import PREFIX, STOP, Transport, propose
 
-__all__ = ["PREFIX", "STOP", "Gate", "Hang", "MemoryStore", "Transport", "propose"]
+__all__ = ["PREFIX", "STOP", "Gate", "Hang", "Transport", "propose"]
