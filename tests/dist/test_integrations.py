@@ -23,6 +23,8 @@ from toolkit.train.feed import IterableFeed, seeder
 
 SCRIPTS = Path(__file__).parent / "library_scripts"
 EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
+RANKS = 3  #: a sum of two has the same bits in any order, and would show no difference
+ENDED, STOPPED = [0] * RANKS, [75] * RANKS
 STEPS = {"accelerate": 96, "lightning": 96, "transformers": 128}
 NOISY = """
 class Noisy(TensorDataset):
@@ -96,7 +98,7 @@ class Script:
         told = [{"rank": rank, "step": step, "signal": signal, "at": at} for rank, step, signal, at in strikes]
         overrides = [*EVERY, *more.split()]
         folder = self._folder if kind == "changed" else SCRIPTS
-        return self._server.attempt(folder / f"{self.library}_{kind}.py", self._folder / run, overrides, told)
+        return self._server.attempt(folder / f"{self.library}_{kind}.py", self._folder / run, overrides, told, RANKS)
 
     def log(self, run: str, attempt: int, rank: int) -> str:
         return (self._folder / f"{run}.{attempt}.{rank}.log").read_text()
@@ -131,14 +133,14 @@ def script(servers: dict[str, ScriptServer], library: str, tmp_path: Path) -> Sc
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("library", PRELOAD)
 def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(script: Script) -> None:
-    assert script.attempt("whole") == [0, 0]
-    assert script.attempt("again", (1, 7, "SIGTERM", "step")) == [75, 75]
-    stops = [re.findall(r"stopped at step (\d+) of", script.log("again", 1, rank)) for rank in (0, 1)]
-    assert stops[0] == stops[1] == [str(script.saved("again")[-1])]
+    assert script.attempt("whole") == ENDED
+    assert script.attempt("again", (1, 7, "SIGTERM", "step")) == STOPPED
+    stops = [re.findall(r"stopped at step (\d+) of", script.log("again", 1, rank)) for rank in range(RANKS)]
+    assert stops[0] == stops[1] == stops[2] == [str(script.saved("again")[-1])]
     # Killed when it has written its part of step 40: what rank 0 has written by then is no checkpoint.
     assert -9 in script.attempt("again", (1, 40, "SIGKILL", "saved"))
     assert script.saved("again")[-1] < 40
-    assert script.attempt("again") == [0, 0]
+    assert script.attempt("again") == ENDED
     script.must_end_alike("whole", "again")
     result = json.loads((script._folder / "again/result.json").read_text())
     assert (result["state"], result["step"]) == ("completed", STEPS[script.library])
@@ -235,10 +237,10 @@ def test_what_else_a_script_asks_of_its_library_changes_no_resume(
     script: Script, replaced: list[tuple[str, str]]
 ) -> None:
     script.change(*replaced)
-    assert script.attempt("whole", kind="changed") == [0, 0]
+    assert script.attempt("whole", kind="changed") == ENDED
     assert -9 in script.attempt("again", (1, 23, "SIGKILL", "step"), kind="changed")
-    assert script.attempt("again", (0, 70, "SIGTERM", "step"), kind="changed") == [75, 75]
-    assert script.attempt("again", kind="changed") == [0, 0]
+    assert script.attempt("again", (0, 70, "SIGTERM", "step"), kind="changed") == STOPPED
+    assert script.attempt("again", kind="changed") == ENDED
     script.must_end_alike("whole", "again")
     ends = [json.loads((script._folder / run / "result.json").read_text())["step"] for run in ("whole", "again")]
     assert ends == [96, 96]
@@ -248,9 +250,9 @@ def test_what_else_a_script_asks_of_its_library_changes_no_resume(
 @pytest.mark.parametrize("library", ["lightning"])
 def test_a_script_stops_also_where_each_of_two_steps_is_followed_by_a_validation(script: Script) -> None:
     script.change(("max_epochs=6", "max_epochs=40, limit_train_batches=2, val_check_interval=1"))
-    assert script.attempt("whole", kind="changed") == [0, 0]
-    assert script.attempt("again", (1, 3, "SIGTERM", "step"), kind="changed") == [75, 75]
-    assert script.attempt("again", kind="changed") == [0, 0]
+    assert script.attempt("whole", kind="changed") == ENDED
+    assert script.attempt("again", (1, 3, "SIGTERM", "step"), kind="changed") == STOPPED
+    assert script.attempt("again", kind="changed") == ENDED
     script.must_end_alike("whole", "again")
 
 
@@ -279,7 +281,7 @@ def test_copies_in_memory_are_refused_since_they_lack_the_librarys_state(script:
 @pytest.mark.parametrize("library", PRELOAD)
 def test_wherever_a_script_is_hit_it_ends_bit_for_bit_as_an_undisturbed_one(script: Script) -> None:
     """A run stops after the step of a hit or the next one. Some hits are at an epoch's last or first step."""
-    assert script.attempt("whole") == [0, 0]
+    assert script.attempt("whole") == ENDED
     hits = [
         (0, 1, "SIGUSR1", "step"),
         (1, 15, "SIGUSR2", "step"),
@@ -296,13 +298,13 @@ def test_wherever_a_script_is_hit_it_ends_bit_for_bit_as_an_undisturbed_one(scri
         done = max(script.saved("again"), default=0)  # the ranks agree on a stop while they make steps
         step = next(s for s in range(step, 200, 1 if at == "step" else 20) if s > done)
         codes = script.attempt("again", (rank, step, signal, at))
-        assert codes == [75, 75] if signal != "SIGKILL" else -9 in codes, (rank, step, signal, at)
-    assert script.attempt("again") == [0, 0]
+        assert codes == STOPPED if signal != "SIGKILL" else -9 in codes, (rank, step, signal, at)
+    assert script.attempt("again") == ENDED
     script.must_end_alike("whole", "again")
     # Killed after its end, it comes back to the same end.
-    assert script.attempt("again") == [0, 0]
+    assert script.attempt("again") == ENDED
     script.must_end_alike("whole", "again")
-    assert script.attempt("plain", kind="before") == [0, 0]
+    assert script.attempt("plain", kind="before") == ENDED
     if script.library == "transformers":  # of which the toolkit changes no random number
         script.must_end_alike("whole", "plain")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.prune import l1_unstructured
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
@@ -250,3 +251,139 @@ def hand_over_a_part(session: Session, folder: Path) -> str:
 def test_a_part_of_a_loader_whose_position_the_run_keeps_is_refused(tmp_path: Path) -> None:
     (said,) = run_ranks(1, hand_over_a_part, tmp_path)
     assert said.startswith("run.resumable: the sampler of the loader in run.steps was handed over: run.steps keeps its")
+
+
+def several_loops(session: Session, folder: Path, kill_at: int) -> tuple[list[int], list[list[int]]]:
+    """Return the steps of each loop of each epoch; in the attempt ``kill_at`` the script breaks off within a step."""
+    run = begun(session, folder, every=1)
+    model, optimizer = prepared(run)
+    counts, batches = [], []
+    for _ in run.epochs(3):
+        for loader in (range(40), range(20), range(40)):
+            counts.append(0)
+            for number, _ in run.steps(loader).enumerate():
+                step(model, optimizer, torch.ones(2, 8))
+                counts[-1] += 1
+                batches.append([number, run.batch])
+                if run.step == kill_at:
+                    run.close()
+                    return counts, batches
+    run.finish()
+    run.close()
+    return counts, batches
+
+
+def test_each_loop_of_an_epoch_goes_through_all_of_its_loader(tmp_path: Path) -> None:
+    ((whole, batches),) = run_ranks(1, several_loops, tmp_path / "whole", -1)
+    assert whole == [40, 20, 40] * 3
+    assert (
+        batches
+        == [[number, number + before] for count, before in ((40, 0), (20, 40), (40, 60)) for number in range(count)] * 3
+    )
+    ((first, _),) = run_ranks(1, several_loops, tmp_path / "again", 150)
+    ((second, rest),) = run_ranks(1, several_loops, tmp_path / "again", -1)
+    assert first == [40, 20, 40, 40, 11]  # 150 steps are saved, and the 151st is made again
+    assert second == [0, 10, 40, 40, 20, 40]
+    assert rest == batches[150:]
+
+
+def other_loader_with_a_total(session: Session, folder: Path) -> list[int]:
+    run = begun(session, folder)
+    prepared(run)
+    seen = list(run.steps(range(10), total=14))
+    seen += run.steps(range(100, 110), total=26)
+    run.finish()
+    run.close()
+    return seen
+
+
+def test_another_loader_with_a_total_begins_at_its_first_batch(tmp_path: Path) -> None:
+    (seen,) = run_ranks(1, other_loader_with_a_total, tmp_path)
+    assert seen == [*range(10), *range(4), *range(100, 110), 100, 101]
+
+
+def nested(run: TrainingRun) -> None:
+    for _ in run.epochs(2):
+        for _ in run.steps(range(8)):
+            for _ in run.steps(range(2)):
+                pass
+
+
+def one_by_one(run: TrainingRun) -> None:
+    for _ in range(8):
+        next(iter(run.steps(range(8), total=8)))
+
+
+def total_in_an_epoch(run: TrainingRun) -> None:
+    for _ in run.epochs(2):
+        for _ in run.steps(range(8), total=8):
+            pass
+
+
+def refused(session: Session, folder: Path, script: Any) -> str:
+    run = begun(session, folder)
+    prepared(run)
+    with pytest.raises(ConfigError) as caught:
+        script(run)
+    run.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (nested, "within a step of this run.steps another one was begun"),
+        (one_by_one, "run.steps was begun anew for each batch"),
+        (total_in_an_epoch, "total=8 counts steps of the whole run"),
+    ],
+)
+def test_a_loop_that_would_lose_batches_or_saves_is_refused_by_its_line(
+    script: Any, words: str, tmp_path: Path
+) -> None:
+    (error,) = run_ranks(1, refused, tmp_path, script)
+    assert error.startswith("test_own_habits.py:")
+    assert words in error
+
+
+def replace_the_optimizer(session: Session, folder: Path) -> list[int]:
+    run = begun(session, folder, every=10)
+    model, optimizer = prepared(run)
+    saved = []
+    for number, _ in run.steps(range(60), total=60).enumerate():
+        if number == 35:
+            optimizer = SGD(model.parameters(), 0.02)
+        step(model, optimizer, torch.ones(2, 8))
+        assert run._life is not None
+        saved.append(run._life._saved)
+    run.finish()
+    run.close()
+    return saved
+
+
+def test_a_replaced_optimizer_is_told_of_and_does_not_put_saves_off(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (saved,) = run_ranks(1, replace_the_optimizer, tmp_path)
+    assert set(saved) >= {10, 20, 30, 40, 50}
+    assert "no optimizer of run.resumable has made a step since step 35" in capfd.readouterr().err
+
+
+def prune_in_the_loop(session: Session, folder: Path) -> str:
+    run = begun(session, folder, every=2)
+    model, optimizer = prepared(run)
+    try:
+        for number, _ in run.steps(range(6), total=6).enumerate():
+            if number == 3:
+                l1_unstructured(model, "weight", amount=0.5)
+            step(model, optimizer, torch.ones(2, 8))
+    except ConfigError as error:
+        return f"{newest_step(folder / 'checkpoints')} {error}"
+    finally:
+        run.close()
+    return "nothing was refused"
+
+
+def test_a_model_that_is_another_one_later_is_refused_before_a_checkpoint_that_fits_none(tmp_path: Path) -> None:
+    (error,) = run_ranks(1, prune_in_the_loop, tmp_path)
+    assert error.startswith("2 run.resumable: model/weight, model/weight_orig, model/weight_mask came, went")
+    assert "prune there with amount=0" in error

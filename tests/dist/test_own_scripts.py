@@ -38,13 +38,13 @@ def test_a_loop_that_is_stopped_and_killed_ends_bit_for_bit_as_an_undisturbed_on
 
     def attempt(run: str, *strikes: tuple[int, int, str], kind: str = "after") -> list[int]:
         told = [{"rank": rank, "step": step, "signal": signal, "at": "step"} for rank, step, signal in strikes]
-        return server.attempt(SCRIPTS / f"{loop}_{kind}.py", tmp_path / run, ["checkpoint.every_steps=20"], told)
+        return server.attempt(SCRIPTS / f"{loop}_{kind}.py", tmp_path / run, ["checkpoint.every_steps=20"], told, 3)
 
-    assert attempt("whole") == [0, 0]
-    assert attempt("again", (1, 7, "SIGTERM")) == [75, 75]
+    assert attempt("whole") == [0] * 3
+    assert attempt("again", (1, 7, "SIGTERM")) == [75] * 3
     assert -9 in attempt("again", (1, 47, "SIGKILL"))
-    assert attempt("again", (0, 64, "SIGUSR1")) == [75, 75]  # at the end of an epoch of 16 steps
-    assert attempt("again") == [0, 0]
+    assert attempt("again", (0, 64, "SIGUSR1")) == [75] * 3  # at the end of an epoch of 16 steps
+    assert attempt("again") == [0] * 3
     ends = [torch.load(tmp_path / run / "cwd/end.pt", weights_only=True) for run in ("whole", "again")]
     assert ends[0].keys() == ends[1].keys()
     assert [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])] == []

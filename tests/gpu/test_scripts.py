@@ -23,7 +23,7 @@ BATCH = ("(inputs), targets", "(inputs.cuda()), targets.cuda()")
 #: What makes of a script for the CPU one for a GPU.
 MOVES = {
     "accelerate": [("cpu=True", "")],
-    "lightning": [('accelerator="cpu", devices=2', 'accelerator="gpu", devices=1')],
+    "lightning": [('accelerator="cpu", devices=3', 'accelerator="gpu", devices=1')],
     "transformers": [("use_cpu=True", "use_cpu=False")],
     "ddp": [("nn.Linear(32, 2))", "nn.Linear(32, 2)).cuda()"), BATCH],
     "fsdp2": [('mesh("cpu"', 'mesh("cuda"'), BATCH],

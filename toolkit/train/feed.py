@@ -22,13 +22,17 @@ from toolkit.train.seeds import reseed
 log = logs.get(__name__)
 
 Reseed: TypeAlias = Callable[[int], None]
+#: The epoch's rounds: the number of an epoch, and of a later ``run.steps`` in it, in one, below any loader's bounds.
+ROUNDS = 1 << 20
 
 
 class Feed(Protocol):
     """Where a loop's batches come from."""
 
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
-        """Yield the batches of epoch ``number`` from batch ``first`` on. That one is of step ``step``.
+        """Yield the batches of round ``number`` from batch ``first`` on. That one is of step ``step``.
+
+        A round is an epoch, and ``ROUNDS`` for each earlier ``run.steps`` in it.
 
         The random generators are seeded for each step before its batch is fetched.
         """
@@ -149,7 +153,7 @@ class IterableFeed:
         """
         for owner in (self._inner, *(getattr(self._inner, name, None) for name in PARTS)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
-                set_epoch(number)
+                set_epoch(number % ROUNDS)
         for generator, origin in self._origins.items():
             seed_generator(generator, hash64(origin, number))
         self._seed(-1 - number)

@@ -61,7 +61,7 @@ class Frozen:
         return [name for parameter, name in self._parameters.items() if not parameter.requires_grad]
 
 
-#: After so many steps of the loop without one of an optimizer it is saved all the same: it may not train any more.
+#: After so many steps of the loop without a first one of an optimizer it is saved all the same.
 MAX_OPEN_STEPS = 64
 #: Larger tensors are not looked at: a digest takes a second for each GiB.
 MAX_BYTES = 64 << 20
@@ -198,6 +198,7 @@ class Accumulation:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._since = dict.fromkeys(optimizers, 0)  #: steps of the loop that have ended since the optimizer's last
+        self._interval = 0  #: the most steps of the loop that an optimizer's step was waited for
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_step)
 
@@ -207,13 +208,19 @@ class Accumulation:
             self._since[optimizer] += 1
 
     @property
+    def waited(self) -> int:
+        """Return the steps of the loop since any optimizer's last one."""
+        return min(self._since.values(), default=0)
+
+    @property
     def is_open(self) -> bool:
-        """True if the next step of an optimizer is to be waited for."""
-        return 0 < min(self._since.values(), default=0) < MAX_OPEN_STEPS
+        """True if the next step of an optimizer is to be waited for. After a long time without it none is expected."""
+        return 0 < self.waited < (2 * self._interval or MAX_OPEN_STEPS)
 
     def may_hold_gradients(self, optimizer: Optimizer) -> bool:
         """True if ``optimizer`` made no step in the loop's last one: its gradients may be those of several batches."""
         return self._since[optimizer] > 0
 
     def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._interval = max(self._interval, self.waited + 1)
         self._since[optimizer] = -1  # the step of the loop has not ended yet

@@ -18,6 +18,7 @@ loop does between two epochs (an evaluation, a scheduler's step).
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, closing
@@ -40,11 +41,12 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP
 from toolkit.run.rank.main import joined
 from toolkit.train.checkpoints import USER_LOOP, Checkpoints
-from toolkit.train.feed import PARTS, Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
+from toolkit.train.feed import PARTS, ROUNDS, Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
 from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
 from toolkit.train.loss_windows import gather_json, means_by_tag
+from toolkit.train.seeds import reseed
 from toolkit.train.user_state import UserState
-from toolkit.train.user_steps import UserSteps
+from toolkit.train.user_steps import Position, UserSteps
 
 #: Environment variable with the id of the process that has called :func:`toolkit.train.start.start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
@@ -88,6 +90,11 @@ class TrainingRun(UserSteps):
         self._loader: Loader | None = None
         self._feeds: dict[int, IterableFeed] = {}
         self._has_warned = False  #: of a loader that can be gone through once
+        self._called = 0  #: calls of run.steps in this attempt, of the epoch if there is one
+        self._last: object = None  #: the loader of the last one
+        self._turn = self._turn_from = 0  #: the number of the last one, and the step at which it began
+        self._singles = 0  #: how many of the last ones were left after one batch
+        self._script_seed = 0  #: the script's own, of which an epoch's beginning draws: equal ranks stay equal there
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -119,7 +126,7 @@ class TrainingRun(UserSteps):
     @property
     def batch(self) -> int:
         """Return the number of the step in progress within its epoch, from 0. After a resume it goes on."""
-        return self._batch
+        return self._at.earlier + self._at.batch
 
     @property
     def stopping(self) -> bool:
@@ -171,6 +178,7 @@ class TrainingRun(UserSteps):
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
+        self._script_seed = torch.initial_seed()
         session = self._session
         self._state = UserState(objects, session.rank, session.world_size, session.device, self._window)
         self._accumulation = self._state.accumulation
@@ -216,19 +224,22 @@ class TrainingRun(UserSteps):
         self._meet(f"called run.epochs({count})", "all ranks make as many epochs")
         if phase > self._phase:
             # A checkpoint of this phase has its first epoch, so that a resume counts from there, too.
-            self._epoch, self._batch = self._epoch + bool(self._batch), 0
-            self._phase, self._first_epoch = phase, self._epoch
+            self._at = Position(self._at.epoch + self._at.is_begun)
+            self._phase, self._first_epoch = phase, self._at.epoch
         self._epochs = self._first_epoch + count
         self._has_left = True
         try:
-            while self._epoch < self._epochs and not self._is_done(life.step, self.config.train.max_steps):
-                yield self._epoch - self._first_epoch
+            while self._at.epoch < self._epochs and not self._is_done(life.step, self.config.train.max_steps):
+                self._called = self._singles = 0
+                # A resume within the epoch executes its beginning again, and must draw the same numbers there.
+                reseed(self._script_seed, -1 - self._at.epoch, 0)
+                yield self._at.epoch - self._first_epoch
                 self._finish_step()
-                self._meet(f"ended epoch {self._epoch}", "all ranks leave an epoch by `break` at the same step")
-                self._epoch, self._batch = self._epoch + 1, 0
+                self._meet(f"ended epoch {self._at.epoch}", "all ranks leave an epoch by `break` at the same step")
+                self._at = Position(self._at.epoch + 1)
             self._has_left = False
         finally:
-            self._epochs = None
+            self._epochs, self._called, self._last = None, 0, None
 
     def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Steps:
         """Return the batches of the steps still to be made.
@@ -237,38 +248,52 @@ class TrainingRun(UserSteps):
 
         ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between
         two steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it
-        too.
+        too. An epoch may have several of them one after the other: after a resume those that were over give nothing.
+        Raises ConfigError for one within a step of another.
         """
         self._opened("run.steps")
         end = _least(total, self.config.train.max_steps)
+        caller = sys._getframe(1)
+        where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        if total is not None and self._epochs is not None:
+            raise ConfigError(
+                f"{where}: run.steps: total={total} counts steps of the whole run, over as many epochs as they need: "
+                "leave it out within run.epochs, and set train.max_steps to end the run earlier"
+            )
 
         def length() -> int | None:
-            return end if total is not None else self._feed(loader).batches_in(self._epoch)
+            return end if total is not None else self._feed(loader).batches_in(self._number)
 
         def number() -> int:
-            return self.step if total is not None else self.batch
+            return self.step if total is not None else self._at.batch
 
-        return Steps(self._steps(loader, total, end), length, number)
+        return Steps(self._steps(loader, total, end, where), length, number)
 
-    def _steps(self, loader: Any, total: int | None, end: int | None) -> Iterator[Any]:
+    def _steps(self, loader: Any, total: int | None, end: int | None, where: str) -> Iterator[Any]:
         life = self._opened("run.steps")
         if total is None and self._epochs is None:
             raise ConfigError(
                 "run.steps: say how many: run.steps(loader, total=10_000), or `for epoch in run.epochs(3):` around it"
             )
+        self._refuse_singles(where)
         self._finish_step()  # of an earlier loop that was left by a ``break``
+        if not self._enter(loader, by_epochs=total is None):
+            return
+        self._turn, self._turn_from = self._turn + 1, life.step
         feed = self._feed(loader)
         self._total = end
-        if total is None and self._epochs is not None:
-            # The last epoch's end is known in advance only where all lengths are.
-            lengths = [feed.batches_in(number) for number in range(self._epoch, self._epochs)]
+        if self._epochs is not None:
+            # The last epoch's end is known in advance only where all lengths are, and the epoch has no other loop.
+            epochs = range(self._at.epoch, self._epochs)
+            lengths = [feed.batches_in(self._number + epoch - self._at.epoch) for epoch in epochs]
             known = [length for length in lengths if length is not None]
-            if len(known) == len(lengths):
-                self._total = _least(end, life.step - self._batch + sum(known))
+            if len(known) == len(lengths) and not self._at.place:
+                self._total = _least(end, life.step - self._at.batch + sum(known))
             of = "" if lengths[0] is None else f" of {lengths[0]} batches"
-            self._meet(f"begun epoch {self._epoch}{of}", _SAME_LENGTH)
+            self._meet(f"begun epoch {self._at.epoch}{of}", _SAME_LENGTH)
         else:
             self._meet("called run.steps()")
+        self._buckets.arrange()
         # A loop that had ended before the step of a resume says nothing about that step's data.
         if isinstance(loader, Loader) and loader is not self._loader and (end is None or life.step <= end):
             self._loader = loader
@@ -279,27 +304,61 @@ class TrainingRun(UserSteps):
         self._has_left = True
         while not self._is_done(life.step, end):
             before = life.step
-            yield from self._epoch_steps(feed, end)
+            yield from self._epoch_steps(feed, end, where)
             if total is None:
                 # Without a length the last step is not known before.
-                self._has_logged |= self._epoch + 1 == self._epochs and self._window.is_open
+                self._has_logged |= self._at.epoch + 1 == self._epochs and self._window.is_open
                 # The ranks meet before the loop's own code, whose collectives would pair up with those of a step.
-                self._meet(f"come to the end of epoch {self._epoch}, of {self._batch} batches", _SAME_LENGTH)
+                what = f"come to the end of epoch {self._at.epoch}, of {self._at.batch} batches"
+                self._meet(what, _SAME_LENGTH)
                 break
             # The loader is at its end: begin the next epoch, unless it gave no batch at all.
             if not self._is_done(life.step, end):
-                if life.step == before and not self._batch:
+                if life.step == before and not self._at.batch:
                     raise ConfigError(f"run.steps: the loader has no batch{advice_about(loader)}")
-                self._epoch, self._batch = self._epoch + 1, 0
+                self._at = Position(self._at.epoch + 1, self._at.place)
         self._has_left = total is None
-        is_last_epoch = self._epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
+        is_last_epoch = self._at.epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
         if total is not None or is_last_epoch:
             self._save_the_end()
 
-    def _epoch_steps(self, feed: Feed, end: int | None) -> Iterator[Any]:
-        life = self._opened("run.steps")
+    def _enter(self, loader: Any, *, by_epochs: bool) -> bool:
+        """Go to the place of a ``run.steps`` that begins. Return False for one that was over before the checkpoint.
+
+        In an epoch each has a place. A loop with a ``total`` goes on where an earlier one left the same ``loader``.
+        """
+        if not by_epochs and self._phases <= self._phase:  # its phase of epochs comes after this
+            return False
+        if by_epochs or (loader is not self._last and self._last is not None):
+            self._called += 1
+        place = self._called - by_epochs
+        self._last = loader
+        if place > self._at.place:
+            if by_epochs:
+                self._at = Position(self._at.epoch, place, 0, self._at.earlier + self._at.batch)
+            else:
+                self._at = Position(self._at.epoch + self._at.is_begun, place)
+        return place == self._at.place
+
+    def _refuse_singles(self, where: str) -> None:
+        """Raise ConfigError for a loop that begins anew for each batch: no step of it would come to its end here."""
+        is_single = self._in_step and self.step == self._turn_from
+        self._singles = self._singles + 1 if is_single else 0
+        if self._singles == 3:
+            raise ConfigError(
+                f"{where}: run.steps was begun anew for each batch, as by next(iter(run.steps(...))), so nothing would "
+                "be saved: go through it by one `for batch in run.steps(...):`"
+            )
+
+    @property
+    def _number(self) -> int:
+        """The number by which a feed knows this epoch's round: other places have other orders and random numbers."""
+        return self._at.epoch + self._at.place * ROUNDS
+
+    def _epoch_steps(self, feed: Feed, end: int | None, where: str) -> Iterator[Any]:
+        life, turn = self._opened("run.steps"), self._turn
         assert self._state is not None
-        batches = feed.epoch(self._epoch, self._batch, life.step)
+        batches = feed.epoch(self._number, self._at.batch, life.step)
         with closing(batches):  # type: ignore[type-var]
             while not self._is_done(life.step, end):
                 if self._trace is not None:
@@ -317,6 +376,11 @@ class TrainingRun(UserSteps):
                 self._in_step = True
                 # The body of the user's loop runs here: it is the step.
                 yield batch
+                if turn != self._turn:
+                    raise ConfigError(
+                        f"{where}: within a step of this run.steps another one was begun, and its batches counted as "
+                        "steps: make the inner loop a plain `for batch in loader:`"
+                    )
                 self._end_step()
 
     def finish(self) -> None:
@@ -335,7 +399,7 @@ class TrainingRun(UserSteps):
             raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
         self._save_the_end()
         self._stack.close()
-        result = {"step": life.step, "epoch": self._epoch, "samples": None, "metrics": dict(life.metrics)}
+        result = {"step": life.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(life.metrics)}
         life.finish(result)
 
     # ------------------------------------------------------------------------------------------------- among the ranks

@@ -8,7 +8,8 @@ Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,6 +71,7 @@ class UserState:
         self._modules = _prefixed(modules)
         for name, module in modules.items():
             refuse_copies(f"run.resumable: {name}", module)
+        self._shapes = self._shapes_now()
         #: By the names of :meth:`_named_buffers`.
         self._filled_buffers: dict[str, Tensor] = {}
         self._resized: dict[str, Tensor] = {}
@@ -131,6 +133,7 @@ class UserState:
         return {**self._entries(), **self._window.state()}
 
     def _entries(self) -> dict[str, Entry]:
+        self._refuse_another_model()
         entries = self._weights()
         entries |= self._buffers(entries.keys())
         entries |= self._frozen.entries()
@@ -153,6 +156,25 @@ class UserState:
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
             entries |= plain_state.entries_of(at, kind, value, tensors)
         return entries
+
+    def _shapes_now(self) -> dict[str, object]:
+        """Return all names of the modules' states; with parameters' shapes, since buffers may grow."""
+        shapes: dict[str, object] = {}
+        for prefix, module in self._modules.items():
+            shapes |= {f"{prefix}{name}": None for name in module.state_dict()}
+            shapes |= {f"{prefix}{name}": parameter.shape for name, parameter in module.named_parameters()}
+        return shapes
+
+    def _refuse_another_model(self) -> None:
+        """Raise ConfigError where modules have changed: a start makes them as they were, and could not load this."""
+        now = self._shapes_now()
+        other = [name for name in {**self._shapes, **now} if self._shapes.get(name, self) != now.get(name, self)]
+        if other:
+            raise ConfigError(
+                f"run.resumable: {listing(other, 4)} came, went or changed their shape after the call, so no start "
+                "could load a checkpoint. Change the model before run.resumable: prune there with amount=0 and set the "
+                "masks in the loop; add adapters and new heads there, and freeze them until they are used"
+            )
 
     def check(self) -> None:
         """Raise now what the next save would: for a state of other types, and replicas that differ. A collective."""
@@ -411,6 +433,11 @@ def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     live.update(saved)
 
 
+def _refill_sequence(live: list[Any] | deque[Any], saved: Sequence[Any]) -> None:
+    live.clear()
+    live.extend(saved)
+
+
 def _metric(name: str, metric: nn.Module) -> Other:
     """Return the metric with its number of updates. That weighs a mean over them, and is not in the state dict."""
     metric.persistent(True)  # type: ignore[operator]  # nn.Module's attributes may be tensors
@@ -444,8 +471,8 @@ def _other(name: str, value: Any) -> Other:
         return Other(name, lambda: value, lambda saved: value.detach().copy_(saved))
     if isinstance(value, dict):
         return Other(name, lambda: dict(value), partial(_refill, value))
-    if isinstance(value, list):
-        return Other(name, lambda: list(value), lambda saved: value.__setitem__(slice(None), saved))
+    if isinstance(value, list | deque):
+        return Other(name, lambda: list(value), partial(_refill_sequence, value))
     # An immutable value cannot be changed for its owner.
     if value is None or isinstance(value, (bool, int, float, str, tuple)):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.ddp_buckets import DdpBuckets
 from toolkit.train.describe import config_hparams, swept_hparams
 from toolkit.train.handed_over import Accumulation
 from toolkit.train.lifecycle import Lifecycle
@@ -32,6 +34,21 @@ log = logs.get(__name__)
 _NAN = "look at the data and the learning rate, then resume; train.on_nan: warn trains on"
 
 
+@dataclass
+class Position:
+    """A position in the data of a loop: an epoch, a ``run.steps`` in it, and the batches of that one."""
+
+    epoch: int = 0
+    place: int = 0  #: the number of the ``run.steps`` in the epoch; of loops with a ``total`` the number of the loader
+    batch: int = 0
+    earlier: int = 0  #: batches of the epoch's earlier places
+
+    @property
+    def is_begun(self) -> bool:
+        """True if a step of the epoch has been made."""
+        return bool(self.batch or self.earlier)
+
+
 class UserSteps:
     """One rank's steps of a user's own loop, or of a library's. Every rank makes the same calls."""
 
@@ -43,16 +60,19 @@ class UserSteps:
         self._state: UserState | None = None
         self._life: Lifecycle | None = None
         self._stack = ExitStack()
+        self._buckets = DdpBuckets()
+        self._stack.callback(self._buckets.close)
         self._calls = SameCalls(session, lambda: 2 * self.step + self._in_step)
         self._stack.callback(self._calls.close)
         self._not_finite = 0  #: mean losses in a row that were not finite
-        self._epoch = self._batch = 0  #: position in the data: whole epochs, and batches of the current one
+        self._at = Position()
         self._epochs: int | None = None  #: the epoch at which the phase in progress ends; None outside of one
         self._phases = 0  #: calls of TrainingRun.epochs in this attempt
         self._phase, self._first_epoch = -1, 0  #: the last one that has begun in this run, and its first epoch
         self._total: int | None = None
         self._in_step = False
         self._accumulation = Accumulation(())
+        self._has_warned_of_idle = False
         self._is_checked = False  #: that all can be saved; see :meth:`_check_once`
         self._figured = -1  #: the step that has the figures of every loop already
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
@@ -77,6 +97,7 @@ class UserSteps:
         if loaded is not None:
             self._figured = loaded.step
             self._take_position(loaded.meta)
+            self._buckets.take(loaded.meta)
             self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]  # a library keeps none
         self._stack.enter_context(self._life.open())
         if self.config.checkpoint.keep_best is not None:
@@ -86,6 +107,7 @@ class UserSteps:
             if values := config_hparams(self.config) | swept_hparams(self._session.run_dir):
                 self._life.sink.hparams(values)
         self._life.begin()
+        self._buckets.arrange()
         return loaded
 
     def _end_step(self, *, may_save: bool = True) -> None:
@@ -105,6 +127,15 @@ class UserSteps:
         if self._save_asked and not self._save_due:
             self._calls.meet("called run.save()")
         is_due = self._save_due or self._save_asked
+        if is_due and (waited := self._accumulation.waited) and not self._has_warned_of_idle:
+            self._has_warned_of_idle = True
+            log.warning(
+                "step %d is saved, and no optimizer of run.resumable has made a step since step %d: if the loop has "
+                "replaced it, a resume has the old one. Keep one optimizer: give it groups by add_param_group, and set "
+                "their rates",
+                self.step,
+                self.step - waited,
+            )
         self._save_due = self._save_asked = False
         life.save_or_copy(is_due)
         self._boundary()
@@ -116,7 +147,7 @@ class UserSteps:
         """
         if self._in_step and self._life is not None:
             self._in_step = False
-            self._batch += 1
+            self._at.batch += 1
             self._accumulation.end_step()
             if self._trace is not None and self._state is not None:
                 self._trace.take_end(self._window.last("train/loss") / self._session.world_size, self._state.live())
@@ -191,30 +222,30 @@ class UserSteps:
 
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        here = torch.tensor([self._epoch, self._batch, self._window.new()], device=self._session.device)
+        here = torch.tensor([*astuple(self._at), self._window.new()], device=self._session.device)
         rows = gather_rows(here).tolist()
         # The epochs of `run.steps(loader, total=n)` may end at other steps on other ranks.
-        positions: list[Json] = [row[:2] for row in rows]
+        positions: list[Json] = [row[:4] for row in rows]
         by_rank: dict[str, Json] = {"positions": positions} if positions.count(positions[0]) < len(positions) else {}
-        tags = self._window.agreed_tags(sum(row[2] for row in rows))
+        tags = self._window.agreed_tags(sum(row[4] for row in rows))
         return {**self._position(), **by_rank, "logged": tags, "not_finite": self._not_finite}
 
     def _position(self) -> dict[str, Json]:
         phase: dict[str, Json] = {"phase": self._phase, "first_epoch": self._first_epoch}
-        return {"epoch": self._epoch, "batch": self._batch, **phase}
+        return {"position": list(astuple(self._at)), "ddp_orders": self._buckets.orders(), **phase}
 
     def _take_position(self, meta: Mapping[str, Any]) -> None:
         """Go on at the position of a checkpoint's ``meta``."""
-        self._epoch, self._batch = meta["epoch"], meta["batch"]
+        self._at = Position(*meta["position"])
         self._phase, self._first_epoch = meta["phase"], meta["first_epoch"]
         if (positions := meta.get("positions")) is None:
             return
         if len(positions) == self._session.world_size:
-            self._epoch, self._batch = positions[self._session.rank]
+            self._at = Position(*positions[self._session.rank])
         elif self._session.is_main:
             log.warning(
-                "the ranks of this checkpoint were at different places of their loaders, %s by epoch and batch; on "
-                "another number of ranks all go on from the first one's",
+                "the ranks of this checkpoint were at different places of their loaders, %s by epoch, place and batch; "
+                "on another number of ranks all go on from the first one's",
                 positions,
             )
 
@@ -224,7 +255,7 @@ class UserSteps:
 
     def progress(self) -> dict[str, Any]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        epochs = {} if self._epochs is None else {"epoch": self._epoch, "epochs": self._epochs}
+        epochs = {} if self._epochs is None else {"epoch": self._at.epoch, "epochs": self._epochs}
         return epochs if self._total is None else {**epochs, "total_steps": self._total}
 
     # ------------------------------------------------------------------------------------------------------- inside

@@ -15,7 +15,7 @@ import toolkit
 
 def main(run):
     torch.manual_seed(7)
-    inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(5))
+    inputs = torch.randn(384, 8, generator=torch.Generator().manual_seed(5))
     dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))

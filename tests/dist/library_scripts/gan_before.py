@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(7)
-    real = torch.randn(256, 8, generator=torch.Generator().manual_seed(5)).cumsum(1)
+    real = torch.randn(384, 8, generator=torch.Generator().manual_seed(5)).cumsum(1)
     dataset = TensorDataset(real)
     loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
     generator = DistributedDataParallel(nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8)))

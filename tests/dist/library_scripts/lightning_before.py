@@ -27,11 +27,11 @@ class Classifier(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
 
 
-inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(5))
+inputs = torch.randn(384, 8, generator=torch.Generator().manual_seed(5))
 dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
 L.seed_everything(7)
 train_loader = DataLoader(dataset, batch_size=8, shuffle=True)
 val_loader = DataLoader(dataset, batch_size=64)
-trainer = L.Trainer(max_epochs=6, accelerator="cpu", devices=2, strategy="ddp", logger=False)
+trainer = L.Trainer(max_epochs=6, accelerator="cpu", devices=3, strategy="ddp", logger=False)
 trainer.fit(Classifier(), train_loader, val_loader)
 trainer.save_checkpoint("end.ckpt")

@@ -5,7 +5,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 from toolkit.plugins.integrations import TransformersCallback
 
-inputs = torch.randint(0, 64, (256, 12), generator=torch.Generator().manual_seed(5))
+inputs = torch.randint(0, 64, (384, 12), generator=torch.Generator().manual_seed(5))
 dataset = [{"input_ids": row, "labels": (row > 31).long().sum() > 6} for row in inputs]
 dataset = [{**sample, "labels": sample["labels"].long()} for sample in dataset]
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
-inputs = torch.randint(0, 64, (256, 12), generator=torch.Generator().manual_seed(5))
+inputs = torch.randint(0, 64, (384, 12), generator=torch.Generator().manual_seed(5))
 dataset = [{"input_ids": row, "labels": (row > 31).long().sum() > 6} for row in inputs]
 dataset = [{**sample, "labels": sample["labels"].long()} for sample in dataset]
 

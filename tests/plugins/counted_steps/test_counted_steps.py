@@ -47,6 +47,26 @@ def test_a_loop_that_counts_by_enumerate_is_told_what_to_write(line: str, instea
 
 
 @pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("for i, x in zip(range(9), run.steps(data)):", "zip begins the others at their start again"),
+        ("for x, y in zip(self.run.steps(data), other):", "zip begins the others at their start again"),
+        ("for x in itertools.islice(run.steps(data), 5):", "islice counts from 0 again"),
+        ("for _ in range(9): x = next(iter(run.steps(data)))", "fewer batches are left than next() is called for"),
+        ("it = iter(run.steps(data))\n        for _ in range(9): next(it)", "fewer batches are left"),
+        (
+            "for i, x in enumerate(trainer.run.steps(data)): print(i)",
+            "for i, x in trainer.run.steps(data).enumerate():",
+        ),
+    ],
+)
+def test_what_counts_beside_the_steps_is_told_what_to_write(line: str, words: str) -> None:
+    script = f"import itertools, toolkit\nwith toolkit.start() as run:\n    for epoch in run.epochs(3):\n        {line}"
+    (warning,) = counted_anew(PythonSource(Path("loop.py"), f"{script}{' pass' * line.endswith(':')}\n".encode()))
+    assert words in warning
+
+
+@pytest.mark.parametrize(
     ("line", "body"),
     [
         ("for i, x in enumerate(run.steps(data)):", "train(x)"),

@@ -25,11 +25,13 @@ def _warn(source: PythonSource) -> None:
 
 
 def counted_anew(source: PythonSource) -> Iterator[str]:
-    """Yield a warning for each loop over ``enumerate(run.steps(...))`` that uses the number.
+    """Yield a warning for each place that counts the steps of a loop by itself, or goes through another loader beside.
 
-    After a resume within an epoch Python's own numbers begin anew. The warning holds the line to write instead.
+    After a resume within an epoch Python's own numbers and other loaders begin anew. The warning holds the line to
+    write instead.
     """
-    runs = set(_runs(source))
+    runs = {*_runs(source), "run"}
+    yield from _beside(source, runs)
     for loop in ast.walk(source.tree):
         if not (isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call)):
             continue
@@ -51,6 +53,33 @@ def counted_anew(source: PythonSource) -> Iterator[str]:
         )
 
 
+def _beside(source: PythonSource, runs: set[str]) -> Iterator[str]:
+    """Yield a warning for each zip, islice and next of ``run.steps(...)``."""
+    assigned = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
+    iterators = {_last_name(node.targets[0]) for node in assigned if _steps_in(node.value, runs) is not None}
+    for call in ast.walk(source.tree):
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        name, first = source.full_name(call.func), call.args[0]
+        steps = next((each for each in (_steps_in(arg, runs) for arg in call.args) if each is not None), None)
+        if name == "zip" and steps is not None and len(call.args) > 1:
+            yield (
+                f"{source.place(call)}: after a resume within an epoch zip begins the others at their start again, and "
+                f"not {ast.unparse(steps)}; write `.enumerate()` for numbers, and give run.steps one iterable for "
+                "several loaders"
+            )
+        elif name == "itertools.islice" and steps is not None:
+            yield (
+                f"{source.place(call)}: after a resume within an epoch islice counts from 0 again; write "
+                f"`for number, batch in {ast.unparse(steps)}.enumerate():` and a `break`"
+            )
+        elif name == "next" and (steps is not None or (_last_name(first) or None) in iterators):
+            yield (
+                f"{source.place(call)}: after a resume fewer batches are left than next() is called for; write "
+                "`for batch in run.steps(...):`"
+            )
+
+
 def _runs(source: PythonSource) -> Iterator[str]:
     """Yield the names that the file gives to what ``toolkit.start()`` opens."""
     for node in ast.walk(source.tree):
@@ -61,16 +90,21 @@ def _runs(source: PythonSource) -> Iterator[str]:
         else:
             continue
         opener = source.full_name(opened.func) if isinstance(opened, ast.Call) else ""
-        if isinstance(name, ast.Name) and opener in ("toolkit.start", "toolkit.current"):
-            yield name.id
+        if opener in ("toolkit.start", "toolkit.current") and name is not None:
+            yield _last_name(name)
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return ``run`` of ``run`` and of ``self.run``; "" of any other expression."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _steps_in(node: ast.expr, runs: set[str]) -> ast.Call | None:
     """Return the call of ``run.steps`` that ``node`` is, or that it goes through, as a progress bar does."""
     while isinstance(node, ast.Call):
         func = node.func
-        if isinstance(func, ast.Attribute) and func.attr == "steps" and isinstance(func.value, ast.Name):
-            return node if func.value.id in runs else None
+        if isinstance(func, ast.Attribute) and func.attr == "steps":
+            return node if _last_name(func.value) in runs else None
         if not node.args:
             return None
         node = node.args[0]

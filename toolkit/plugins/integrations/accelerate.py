@@ -32,6 +32,7 @@ class AccelerateRun(LibraryRun):
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         super().__init__("accelerate", self._save)
+        self._buckets.add_around(accelerator._models)
         self.refuse_other_world(accelerator.num_processes)
         # For scripts that accumulate gradients without ``accelerator.accumulate``.
         optimizers = [prepared.optimizer for prepared in accelerator._optimizers]

@@ -82,6 +82,7 @@ class LibraryRun(TrainingRun):
     def begin(self, total: int | None) -> None:
         """Stop here if that is agreed. Call it before the first step. ``total`` is the run's steps, None if unknown."""
         self._total = total
+        self._buckets.arrange()
         self._boundary()
 
     def step_made(self, samples: int = 0, values: Mapping[str, Any] | None = None, *, may_save: bool = True) -> None:
@@ -114,7 +115,7 @@ class LibraryRun(TrainingRun):
         life = self._opened(self._library)
         self._is_finished = True
         self._session.gate.close()
-        life.finish({"step": life.step, "epoch": self._epoch, "samples": None, "metrics": dict(life.metrics)})
+        life.finish({"step": life.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(life.metrics)})
 
     # ---------------------------------------------------------------------------- what differs from a loop of one's own
 

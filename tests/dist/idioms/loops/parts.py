@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-SAMPLES, BATCH = 96, 8
+SAMPLES, BATCH = 192, 8
 
 
 def net():
