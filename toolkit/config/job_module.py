@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from toolkit import registry
 from toolkit.base.errors import ConfigError, nearest
 from toolkit.config.schema import CALLED_JOB, JobConfig
-from toolkit.config.source import PythonSource, read_source
+from toolkit.config.source import PythonSource, project_files, read_source
 from toolkit.limits import one_of
 
 #: The class that a job derives from.
@@ -52,20 +53,25 @@ def check_job(config: JobConfig, project: Path | None) -> None:
     if jobs:
         _check_step_owner(config, jobs[0])
     else:
-        mains = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-        if not mains:
+        main = main_of(source)
+        if main is None:
             raise ConfigError(
-                f"job: {config.job} ({source.path}) has no function main(config), no class derived from toolkit.Job, "
-                "and no loop with toolkit.start(); a script that knows nothing of the toolkit runs by "
-                "`toolkit exec -- python SCRIPT`"
+                f"job: {config.job} ({source.path}) has no function main(config) that is left to the toolkit, no class "
+                "derived from toolkit.Job, and no loop with toolkit.start(), "
+                + (
+                    "and as a script it would do nothing, for it calls nothing"
+                    if not _calls_something(source, project)
+                    else f"so it is a script of its own: `toolkit submit {source.path}` runs it, or job: with its path"
+                )
             )
         # It must be callable with one argument: at most one is required, and one can be passed.
-        takes = mains[-1].args
+        takes = main.args
         most = len(takes.posonlyargs + takes.args)
         least = most - len(takes.defaults)
         if least > 1 or (most == 0 and takes.vararg is None):
             raise ConfigError(
-                f"job: {source.place(mains[-1])}: main is called with one argument, the config: write def main(config)"
+                f"job: {source.place(main)}: main is called with one argument, the config: write def main(config); a "
+                "script of its own calls main itself, below `if __name__ == '__main__':`"
             )
     models = _declared_models(source.tree)
     if models is not None:
@@ -139,9 +145,60 @@ def is_loop(job: str, project: Path | None = None) -> bool:
     return any(name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in names)
 
 
-def is_job(job: str, project: Path | None = None) -> bool:
-    """True if the script uses the toolkit, by its own loop or a job class. Raises ConfigError."""
-    return is_loop(job, project) or bool(_job_classes(read_source(job_source(job, project)), project))
+def is_plain(job: str, project: Path | None = None) -> bool:
+    """True if the job is a script that runs by itself, as under torchrun, and none of the toolkit's kinds of jobs.
+
+    A file that calls nothing is none. Raises ConfigError where the job is not there.
+    """
+    if not job.endswith(".py") or is_loop(job, project):
+        return False
+    source = read_source(job_source(job, project))
+    return not _job_classes(source, project) and main_of(source) is None and _calls_something(source, project)
+
+
+def is_class(job: str, project: Path | None = None) -> bool:
+    """True if the file has a class derived from ``toolkit.Job``. Raises ConfigError where the job is not there."""
+    return bool(_job_classes(read_source(job_source(job, project)), project))
+
+
+@lru_cache(maxsize=16)
+def main_of(source: PythonSource) -> ast.FunctionDef | None:
+    """Return the function ``main`` that a file leaves to the toolkit to call; None without one.
+
+    A script calls its ``main`` itself, or has a library call it: ``fire.Fire(main)``, ``@app.command()`` and ``app()``.
+    One that gives it a config of the toolkit's, or submits it, is left to the toolkit all the same.
+    """
+    functions = {node.name: node for node in source.tree.body if isinstance(node, ast.FunctionDef)}
+    main = functions.get("main")
+    calls = (source.full_name(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    if main is None or any(name in ("toolkit.load_config", "toolkit.submit") for name in calls):
+        return main
+    # Follow what runs when the file is run, through its functions.
+    used, called, run = {"main": False}, set[str](), [*_at_top_level(source)]
+    for node in run:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+        if isinstance(node, ast.Name) and not used.get(node.id):
+            used[node.id] = True
+            run += ast.walk(functions[node.id]) if node.id in functions else ()
+    decorators = {node.id for each in main.decorator_list for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return None if used["main"] or called & decorators else main
+
+
+def _calls_something(source: PythonSource, project: Path | None) -> bool:
+    """True if a file, run as a script, does more than to define: it calls, or only imports a module of the project."""
+    if any(isinstance(node, ast.Call) for node in _at_top_level(source)):
+        return True
+    defines = any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in source.tree.body)
+    return not defines and len(project_files(source, project or Path.cwd())) > 1
+
+
+def _at_top_level(source: PythonSource) -> Iterator[ast.AST]:
+    """Yield the nodes of what runs when the file is run, without imports and definitions."""
+    passed_over = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    for statement in source.tree.body:
+        if not isinstance(statement, passed_over):
+            yield from ast.walk(statement)
 
 
 def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:

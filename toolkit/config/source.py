@@ -6,6 +6,8 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -28,9 +30,47 @@ def read_source(path: Path) -> PythonSource:
         raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def _parsed(path: Path, content: bytes) -> PythonSource:
     return PythonSource(path, content)
+
+
+def project_files(script: PythonSource, project: Path) -> tuple[PythonSource, ...]:
+    """Return the script and the modules of ``project`` that it imports, also through each other.
+
+    A module is looked for beside the script, in the project and in its ``src`` folder. One that cannot be read is left
+    out. The toolkit itself is none of them.
+    """
+    found = {script.path.resolve(): script}
+    queue = [script]
+    for source in queue:
+        for name in source.modules:
+            for path in _files_of(name, source, (script.path.parent, project, project / "src")):
+                if path.resolve() not in found:
+                    with suppress(ConfigError):
+                        queue.append(read_source(path))
+                        found[path.resolve()] = queue[-1]
+    return tuple(found.values())
+
+
+def _files_of(name: str, source: PythonSource, folders: Iterable[Path]) -> list[Path]:
+    """Return the file of a module and those of the packages above it; none where it is no module of these folders.
+
+    Dots before ``name`` lead to the folder of ``source`` and those above it.
+    """
+    path = name.lstrip(".")
+    if level := len(name) - len(path):
+        folders = source.path.parents[level - 1 : level]
+    parts = path.split(".") if path else []
+    if parts[:1] == ["toolkit"]:
+        return []
+    for folder in folders:
+        above = [folder.joinpath(*parts[:length], "__init__.py") for length in range(1, len(parts))]
+        module = folder.joinpath(*parts)
+        for file in (module.with_name(f"{module.name}.py"), module / "__init__.py"):
+            if parts and file.is_file():
+                return [*filter(Path.is_file, above), file]
+    return []
 
 
 class PythonSource:
@@ -39,6 +79,8 @@ class PythonSource:
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self._content = path, content
         self.tree = ast.parse(content, filename=str(path))
+        #: All nodes of the tree.
+        self.nodes = [*ast.walk(self.tree)]
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
         #: The expressions assigned to names at the top level; of several for one name the last.
@@ -69,13 +111,26 @@ class PythonSource:
     def _imported(self) -> dict[str, str]:
         """Return the full names of imported objects, by their local names."""
         names: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 names |= {alias.asname: alias.name for alias in node.names if alias.asname}
             elif isinstance(node, ast.ImportFrom):
                 origin = f"{'.' * node.level}{node.module}." if node.module else "." * node.level
                 names |= {alias.asname or alias.name: f"{origin}{alias.name}" for alias in node.names}
         return names
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Return the names of all that is imported; of ``from a import b`` both ``a`` and ``a.b``."""
+        names: list[str] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                origin = "." * node.level + (node.module or "")
+                names.append(origin)
+                names += [f"{origin}{'.' * bool(node.module)}{alias.name}" for alias in node.names]
+        return tuple(dict.fromkeys(names))
 
     def docstring(self, name: str) -> str:
         """Return the docstring of a class, or an empty text."""

@@ -12,10 +12,11 @@ import pytest
 
 from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
-from toolkit.config import JobConfig, is_job, is_loop, job_source, load_config, validate
+from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, job_source, load_config, validate
 from toolkit.files import rundir
 from toolkit.run.prepare.new_run import check_submittable, new_run
 from toolkit.run.rank.user_job import job_class, load, params_of
+from toolkit.run.submission.submit import dry_run
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def write(folder: Path, **files: str) -> None:
         path.write_text(text)
 
 
-MAIN = "def main(config): ...\n"
+MAIN = "def main(config): print(config)\n"
 
 
 def test_a_file_imports_its_neighbours_and_its_classes_can_be_pickled(tmp_path: Path) -> None:
@@ -149,8 +150,8 @@ def test_a_file_may_hold_a_job_class_a_main_or_a_loop(text: str, job: str, tmp_p
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x = 1", r"job: work\.py \(.*work\.py\) has no function main\(config\), no class derived from toolkit\.Job"),
-        ("class Job: ...", r"has no function main\(config\), no class derived from toolkit\.Job, and no loop"),
+        ("x = 1", r"job: work\.py \(.*work\.py\) has no function main\(config\) that is left to the toolkit, no class"),
+        ("class Job: ...", r"no class derived from toolkit\.Job, and no loop with toolkit\.start\(\)"),
         (
             "\ndef main(): ...",
             r"work\.py, line 2: main is called with one argument, the config: write def main",
@@ -175,12 +176,45 @@ def test_a_file_without_one_job_is_refused_before_anything_is_queued(text: str, 
         checked(tmp_path, text)
 
 
-def test_a_script_that_knows_nothing_of_the_toolkit_is_no_job(tmp_path: Path) -> None:
-    write(
-        tmp_path, plain=MAIN, loop="import toolkit\ntoolkit.start()", job="from toolkit import Job\nclass A(Job): ..."
-    )
-    assert [is_job(f"{name}.py", tmp_path) for name in ("plain", "loop", "job")] == [False, True, True]
-    assert [is_loop(name, tmp_path) for name in ("plain", "loop", "job")] == [False, True, False]
+ENTRY = 'if __name__ == "__main__":\n    '
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (MAIN, "job"),
+        ("import torch\ntorch.manual_seed(0)\n@torch.no_grad()\n" + MAIN, "job"),
+        ("import toolkit\n" + MAIN + ENTRY + "main(toolkit.load_config('c.yaml'))", "job"),
+        ("import toolkit\n" + MAIN + ENTRY + "toolkit.submit(main)", "job"),
+        ("import toolkit\ntoolkit.start()", "loop"),
+        ("from toolkit import Job\nclass A(Job): ...", "job"),
+        ("print(1)", "plain"),
+        ("import models", "plain"),
+        ("def main(args): ...\n" + ENTRY + "main(parse())", "plain"),
+        ("import hydra\n@hydra.main()\ndef main(cfg): ...\n" + ENTRY + "main()", "plain"),
+        ("import fire\ndef main(lr): ...\nfire.Fire(main)", "plain"),
+        ("import typer\napp = typer.Typer()\n@app.command()\ndef main(lr): ...\napp()", "plain"),
+        ("def main(x): ...\ndef cli():\n    main(1)\n" + ENTRY + "cli()", "plain"),
+        ("def main(): ...", "line 1: main is called with one argument"),
+        ("def main(config, other): ...", "line 1: main is called with one argument"),
+        ("x = 1", "as a script it would do nothing"),
+        ("import models\ndef train(): ...", "as a script it would do nothing"),
+    ],
+)
+def test_a_file_is_judged_alike_by_the_command_line_a_config_and_python(
+    text: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, work=text, models="print(2)")
+    (tmp_path / "c.yaml").write_text("job: work.py\n")
+    monkeypatch.chdir(tmp_path)
+    for asked in ("work.py", "c.yaml", {"job": "work.py"}):
+        if kind in ("job", "loop", "plain"):
+            text = dry_run(asked, executor="local")
+            assert (f"job: {FOREIGN_JOB}" in text, is_loop("work.py")) == (kind == "plain", kind == "loop")
+            assert (f"- {tmp_path}/work.py" in text) is (kind == "plain")
+        else:
+            with pytest.raises(ConfigError, match=kind):
+                dry_run(asked, executor="local")
 
 
 @pytest.mark.parametrize("job", ["{project}/train.py", "./train.py", "sub/../train.py", "../project/train.py"])

@@ -6,7 +6,6 @@ the same in every folder.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -28,13 +27,10 @@ def load(config: str | Path | None, overrides: configs.Overrides, project: Path,
 
     A plain script is one that knows nothing of the toolkit: it runs as under torchrun.
     """
-    if not str(config).endswith(".py") or configs.is_job(str(config), project):
-        return configs.load_config(config, overrides, project=project, sweep=sweep)
-    name = f"name={json.dumps(Path(str(config)).stem)}"
-    loaded = configs.load_config(
-        None, [name, *configs.override_texts(overrides), f"job={configs.FOREIGN_JOB}"], sweep=sweep
-    )
-    loaded.argv = [str(staged.origin(sys.executable)), str(project / str(config)), *loaded.argv]
+    loaded = configs.load_config(config, overrides, project=project, sweep=sweep)
+    if configs.is_plain(loaded.job, project):
+        loaded.argv = [str(staged.origin(sys.executable)), str(project / loaded.job), *loaded.argv]
+        loaded.job = configs.FOREIGN_JOB
     return loaded
 
 

@@ -18,7 +18,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.new_run import new_run
+from toolkit.run.prepare.new_run import load, new_run
 from toolkit.run.records import ownership
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
@@ -31,7 +31,7 @@ def supervise(config_path: str, overrides: Sequence[str]) -> None:
     """Find or make the job's run, then become its supervisor. The run's copy of the sources is used."""
 
     def make_run(allocation: Allocation) -> RunDir:
-        config = configs.load_config(config_path, overrides)
+        config = load(config_path, overrides, Path.cwd())
         configs.validate(config, ranks=allocation.without(config.cluster.spare_nodes).world_size, login_node=False)
         configs.check_places(config)
         run = new_run(config, Path.cwd())
