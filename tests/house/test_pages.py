@@ -221,7 +221,7 @@ def test_every_config_of_a_page_is_valid(
         (tmp_path / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
     declared = blocks(f"docs/{page}.md", "python") if "job:" in config else []
-    (tmp_path / "train.py").write_text("".join(declared[:1]) + "\n\ndef main(config): ...\n")
+    (tmp_path / "train.py").write_text("".join(declared[:1]) + "\n\ndef main(config): print(config)\n")
     (tmp_path / "shown.yaml").write_text(re.sub(r"/(scratch|images)/", rf"{tmp_path}/\1/", config))
     monkeypatch.chdir(tmp_path)
     size = [] if "cluster:" in config else ["cluster.tasks_per_node=4"]

@@ -77,7 +77,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "api_main.py").write_text("def main(config): ...\ndef helper(config): ...\n")
+    (tmp_path / "api_main.py").write_text("def main(config): print(config)\ndef helper(config): ...\n")
     (tmp_path / "api_job.py").write_text("import toolkit\nclass Mine(toolkit.Job): ...\n")
     (tmp_path / "base.yaml").write_text("job: api_main.py\noptim: {lr: 0.5, momentum: 0.5}\n")
     return tmp_path
@@ -113,7 +113,7 @@ def test_a_job_is_submitted_by_its_function_or_its_class(project: Path) -> None:
         dry_run(api_main.helper, executor="local")
 
 
-@pytest.mark.parametrize("cell", ["def main(config): ...", "class Mine: ..."])
+@pytest.mark.parametrize("cell", ["def main(config): print(config)", "class Mine: ..."])
 def test_a_job_of_a_notebooks_cell_is_refused_with_what_to_do(project: Path, cell: str) -> None:
     code = f"from toolkit import submit\n{cell}\nsubmit({cell.split()[1].partition('(')[0].strip(':')})"
     done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
 from toolkit.slurm import cluster_name, commands
 
-JOB = "def main(config): ...\n"
+JOB = "def main(config): print(config)\n"
 
 
 class Site:

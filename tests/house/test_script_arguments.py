@@ -44,7 +44,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TOOLKIT_SITE", str(tmp_path / "site.yaml"))
     (tmp_path / "site.yaml").write_text("{}")
     Path("loop.py").write_text(LOOP)
-    Path("plain.py").write_text("print(1)\n")
+    Path("plain.py").write_text("import sys\nprint(sys.argv)\n")
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **_: Run(run, executor, "1"))
     return tmp_path / "project"
 
@@ -112,6 +112,8 @@ def test_a_resume_keeps_the_arguments_and_may_change_one(capsys: pytest.CaptureF
     ended = RunResult.from_json({"state": "completed", "why": ""})
     run.write_result(ended)
     assert cli.main(["resume", run.id, "train.epochs=20"]) == EXIT_REQUEST  # a loop does not read it
+    assert "train.epochs: loop.py does not read it" in capsys.readouterr().err
+    assert cli.main(["resume", run.id, "train.seed=1"]) == EXIT_REQUEST  # it makes the run no longer
     assert f"`toolkit resume {run.id} args.NAME=VALUE` goes on" in capsys.readouterr().err
     toolkit("resume", run.id, "args.epochs=5")
     assert words_of(run) == ["--epochs", "5", "--amp"]

@@ -20,7 +20,7 @@ LOOK = (
 
 
 def test_a_shell_has_the_nodes_the_environment_and_the_sources_of_a_run(site: Site) -> None:
-    project = site.project(mine="def main(config): ...\n")
+    project = site.project(mine="def main(config): print(config)\n")
     (project / "mine.yaml").write_text("name: mine\njob: jobs.mine\n")
     site.give(project)
     size = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.time_min=5", SETUP]
@@ -54,7 +54,7 @@ def test_a_shell_has_the_nodes_the_environment_and_the_sources_of_a_run(site: Si
 def test_the_shell_of_a_config_begins_here_and_its_request_is_that_of_a_job(site: Site) -> None:
     (site.folder / "jobs").mkdir()
     for name in ("__init__", "x"):
-        (site.folder / f"jobs/{name}.py").write_text("def main(config): ...\n")
+        (site.folder / f"jobs/{name}.py").write_text("def main(config): print(config)\n")
     (site.folder / "small.yaml").write_text("name: small\njob: jobs.x\ncluster: {nodes: 1, time_min: 7}\n")
     show = "scontrol show job $SLURM_JOB_ID -o; pwd"
     said = site.run("toolkit", "shell", "small.yaml", "--", "bash", "-c", show, cwd=site.folder)

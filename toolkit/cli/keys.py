@@ -19,6 +19,7 @@ from toolkit.config import JobConfig, job_source
 from toolkit.config.job_module import params_source
 from toolkit.config.layers import merged_layers
 from toolkit.config.params import declared, defaults_of
+from toolkit.config.script_keys import acting_keys
 from toolkit.config.source import PythonSource, read_source
 from toolkit.limits import OneOf, hints_of, limits_of, text_of
 
@@ -69,12 +70,13 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: b
     """Return a page of keys with their types, values, defaults and comments; ``sweep``: the file may hold one.
 
     Without ``every`` these are the ones of a first week, and those that are set; of the others it has the names. Where
-    a value comes from is named, and the default where the value differs from it. The job's own keys come first. Raises
-    ConfigError for a config that cannot be read.
+    a value comes from is named, and the default where the value differs from it. The job's own keys come first, and the
+    options of its script. Keys that do not act on the job are left out. Raises ConfigError for a config that cannot be
+    read.
     """
     origins: dict[str, str] = {}
     values, own = merged_layers(config, overrides, sweep=sweep, origins=origins)
-    defaults = asdict(JobConfig())
+    acting, defaults = acting_keys(values["job"], values["argv"]), asdict(JobConfig())
     about = f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."
     lines = wrap(about, WIDTH, break_on_hyphens=False)
     try:
@@ -82,19 +84,24 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: b
     except ConfigError as error:
         lines += ["", f"params: {error}"]
     else:
-        if own is None:
+        if own is None and not acting.options:
             lines += ["", f"params: {job.path} declares no keys of its own; how it can: docs/config.md"]
-        else:
+        elif own is not None:
             found = _keys(own, "params.", defaults_of(own, _REQUIRED), values["params"], origins)
             lines += ["", *_section(f"params of {values['job']}", _about(job, own), found)]
+    if acting.options:
+        about = f"options of {acting.script}, behind `--` or as args.NAME=VALUE:"
+        lines += ["", about]
+        lines += [line for option in acting.options for line in _beside(f"  {option.flag}", option.about)]
     top: list[Key] = []
     # Each dataclass in the config is a section; the other keys belong to the run itself.
     sections: list[tuple[str, str, list[Key]]] = [("the run", "", top)]
     for name, hint in hints_of(JobConfig).items():
         if is_dataclass(hint):
             keys = [*_keys(hint, f"{name}.", defaults[name], values[name], origins)]
+            keys = [key for key in keys if acting.include(key.name)]
             sections.append((name, about_of(hint), keys))
-        elif name != "params":
+        elif name != "params" and acting.include(name):
             top.append(Key(name, hint, defaults[name], values[name], comments_of(JobConfig)[name], origins.get(name)))
     for name, text, keys in sections:
         if shown := [key for key in keys if every or key.is_first]:
@@ -169,12 +176,16 @@ def _lines(key: Key) -> list[str]:
         notes.append(f"from {key.origin}")
     if key.is_set:
         notes.insert(0, "no default" if key.default == _REQUIRED else f"default {_written(key.default)}")
-    # The comment stands beside the key if that is short enough, else below it.
-    comment = wrap("; ".join(filter(None, notes)), WIDTH - _COMMENT)
+    return _beside(left, "; ".join(filter(None, notes)))
+
+
+def _beside(left: str, comment: str) -> list[str]:
+    """Return the lines of a key with its comment beside it if the key is short enough, else below it."""
+    texts = wrap(comment, WIDTH - _COMMENT)
     heads = wrap(left, WIDTH, subsequent_indent="    ") if len(left) >= WIDTH else [left]
-    if comment and len(heads) == 1 and len(left) < _COMMENT:
-        heads = [f"{left:<{_COMMENT}}{comment.pop(0)}"]
-    return [*heads, *(" " * _COMMENT + text for text in comment)]
+    if texts and len(heads) == 1 and len(left) < _COMMENT:
+        heads = [f"{left:<{_COMMENT}}{texts.pop(0)}"]
+    return [*heads, *(" " * _COMMENT + text for text in texts)]
 
 
 def _written(value: Any) -> str:

@@ -40,9 +40,9 @@ _WORTH_WRITING = 20
 _WORTH_PROCESSES = 1000
 #: Fewer rows than this are looked for one by one.
 _FEW = 500
-#: Raise the 8 when a key of `_row` is new or has another meaning; new keys go into `EMPTY`, too. The rows are kept in
+#: Raise the 9 when a key of `_row` is new or has another meaning; new keys go into `EMPTY`, too. The rows are kept in
 #: Python's own form, which it reads faster than JSON. A cache with another version is thrown away.
-_VERSION = 100 * 8 + marshal.version
+_VERSION = 100 * 9 + marshal.version
 
 
 def read_row(run: RunDir) -> dict[str, Any]:
@@ -289,12 +289,15 @@ def _signature(path: str, files: Sequence[str]) -> str | None:
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """Return the config's scalar values by their full keys. A config that cannot be read has none."""
+    """Return the scalar values by their full keys of those keys that act on the run. A damaged config has none."""
     from toolkit.config import yaml_core
+    from toolkit.run.prepare.run_keys import acting_on
 
     try:
         root = yaml_core.compose(run.config.read_text())
-        return dict(_leaves(root, "")) if root is not None else {}
+        values = dict(_leaves(root, "")) if root is not None else {}
+        acting = acting_on(run, str(values.get("job")), [str(word) for word in values.get("argv") or ()])
+        return {key: value for key, value in values.items() if acting.include(key)}
     except (OSError, ValueError):
         return {}
 

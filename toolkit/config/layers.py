@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from toolkit.config.params import dataclass_in, defaults_of
 from toolkit.config.references import MISSING, References, build, escaped, final_value, refers, resolved
 from toolkit.config.schema import FOREIGN_JOB, JobConfig, all_keys
 from toolkit.config.script_arguments import named
+from toolkit.config.script_keys import ActingKeys, acting_keys
 from toolkit.config.source import read_source
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
 from toolkit.limits import (
@@ -105,6 +107,7 @@ def merged_layers(
     origins = {} if origins is None else origins
     is_script = path is not None and Path(path).suffix == ".py"
     layers = site_layers(site)
+    of_site = len(layers)
     merged: dict[str, Any] = asdict(JobConfig())
     if site:
         variables = {key: os.environ.get(name) for key, name in SBATCH_VARIABLES.items()}
@@ -119,7 +122,8 @@ def merged_layers(
     described = next((layer for layer in layers if layer.sweep is not None), None)
     if described is not None and not sweep:
         raise ConfigError(f"{described.name}: sweep: describes many runs; `toolkit sweep {path}` submits them")
-    layers += map(override_layer, override_texts(overrides))
+    texts = override_texts(overrides)
+    layers += map(override_layer, texts)
     # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
     given = [(layer, pair[1]) for layer in layers if (pair := layer.pairs(layer.root).get("params"))]
     for layer in layers:
@@ -136,6 +140,10 @@ def merged_layers(
             _merge(merged["params"], read_mapping(layer, node, "params"))
         return merged, None
     job = final_value(merged["job"], str, References(merged), ("job",))
+    # Of a run's own config only the changes are checked: its script may be another one now.
+    of_user = layers[of_site:] if site else layers[len(layers) - len(texts) :]
+    if site or project is not None:
+        _refuse_unread(of_user, acting_keys(str(job), merged["argv"], project), merged)
     own = _own_keys(str(job), project, given)
     if own is not None:
         merged["params"] = escaped(defaults_of(own, MISSING))
@@ -172,6 +180,29 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
                     why = f"{source.path} declares no keys of its own; write {how} there, or take them out here"
             raise layer.error(node, f"params: {why}")
     return own
+
+
+def _refuse_unread(layers: Sequence[Layer], acting: ActingKeys, merged: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first key of these layers that makes no difference to the job.
+
+    A key makes one where another refers to it.
+    """
+    references = re.findall(r"\$\{([^}]*)\}", json.dumps(merged, default=str))
+    for layer in layers:
+        for key, node in _leaf_nodes(layer, layer.root):
+            leaf = key.rpartition(".")[2]
+            if not acting.include(key) and not any(leaf in reference for reference in references):
+                raise layer.error(node, acting.refusal(key, node.value if isinstance(node, ScalarNode) else "..."))
+
+
+def _leaf_nodes(layer: Layer, node: MappingNode, prefix: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield the keys of the config that a layer gives, with their values."""
+    for name, (_, value) in layer.pairs(node).items():
+        key = f"{prefix}{name}"
+        if isinstance(value, MappingNode) and any(other.startswith(f"{key}.") for other in all_keys()):
+            yield from _leaf_nodes(layer, value, f"{key}.")
+        else:
+            yield key, value
 
 
 def dump_config(config: JobConfig) -> str:

@@ -75,7 +75,7 @@ class Params:
     either: int | list[bool] = 1
     sub: Sub = field(default_factory=Sub)
 
-def main(config): ...
+def main(config): print(config)
 """
 OWN = [f"params.{key}" for key in ("width", "kind", "text", "flag", "sizes", "pair", "either", "sub")]
 OWN += ["params.sub.size", "params.sub.words", "params.sub.words.a", "params.no", "params"]

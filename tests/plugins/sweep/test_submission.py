@@ -32,7 +32,7 @@ from dataclasses import dataclass
 @dataclass
 class Params:
     width: int
-def main(config): ...
+def main(config): print(config)
 """
 
 

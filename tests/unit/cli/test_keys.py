@@ -33,7 +33,7 @@ class Params:
     dropout: float | None = None
     block: Block = field(default_factory=lambda: Block(heads=8))
 
-def main(config): ...
+def main(config): print(config)
 '''
 
 
@@ -113,7 +113,7 @@ def test_without_a_config_help_is_the_commands_own(folder: Path, capsys: pytest.
 def test_a_job_without_own_keys_has_all_others(
     text: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "plain.py").write_text("def main(config): ...")
+    (folder / "plain.py").write_text("def main(config): print(config)")
     (folder / "c.yaml").write_text(text)
     found = lines(capsys, "submit", "c.yaml", "--help")
     assert says in found[3]

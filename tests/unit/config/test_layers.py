@@ -255,7 +255,7 @@ def test_who_makes_the_step_is_known_before_anything_is_queued() -> None:
 
 def test_a_jobs_folder_that_is_no_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs/mine.py").write_text("def main(config): ...\n")
+    (tmp_path / "jobs/mine.py").write_text("def main(config): print(config)\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"add jobs/__init__\.py"):
         validate(JobConfig(job="jobs.mine"))

@@ -59,7 +59,7 @@ class Params:
     KINDS: ClassVar[int] = 3
     made: int = field(init=False, default=0)
 
-def main(config): ...
+def main(config): print(config)
 """
 
 
@@ -158,12 +158,18 @@ def test_a_key_without_default_is_asked_for(job: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("def main(config): ...", r".*train\.py declares no keys of its own; write `@dataclass` and `class Params:`"),
         (
-            "class Params:\n  width: int = 3",
+            "def main(config): print(config)",
+            r".*train\.py declares no keys of its own; write `@dataclass` and `class Params:`",
+        ),
+        (
+            "class Params:\n  width: int = 3\ndef main(config): print(config)",
             r"class Params \(.*train\.py, line 1\) is no dataclass; write",
         ),
-        ("from models import Params", r".*train\.py imports Params, and its keys must be known without importing it"),
+        (
+            "from models import Params\ndef main(config): print(config)",
+            r".*train\.py imports Params, and its keys must be known without importing it",
+        ),
     ],
 )
 def test_a_job_without_params_says_how_to_declare_them(text: str, says: str, job: Path) -> None:
@@ -353,7 +359,7 @@ def test_numbers_that_are_no_numbers_are_params_as_well(job: Path) -> None:
 def test_the_example_of_the_page_on_configs_is_read_as_it_says(job: Path) -> None:
     page = (ROOT / "docs/config.md").read_text()
     python, yaml = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "yaml"))
-    job.with_name("train.py").write_text(python)
+    job.with_name("train.py").write_text(f"{python}\ndef main(config): print(config)\n")
     job.write_text(yaml)
     attention = {"heads": 4, "dropout": 0.1}
     expected = {"width": 512, "act": "gelu", "milestones": [30, 60], "attention": attention}

@@ -11,7 +11,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import FOREIGN_JOB, JobConfig, command_line, dump_config, load_config, validate
 from toolkit.config.script_arguments import argv_override, with_options
 
-LOOP = "import toolkit\n\nwith toolkit.start() as run:\n    pass\n"
+LOOP = "import argparse, toolkit\n\nwith toolkit.start() as run:\n    pass\n"
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """
     project = tmp_path / "my project"
     project.mkdir()
-    (project / "mine.py").write_text("def main(config): ...\n")
+    (project / "mine.py").write_text("def main(config): print(config)\n")
     (project / "mine.yaml").write_text("name: mine\njob: mine\n")
     monkeypatch.chdir(project)
     # the code under test changes os.environ itself, which monkeypatch would not undo
@@ -99,7 +99,7 @@ def earlier_run(job: str) -> RunDir:
 def test_a_first_start_makes_a_run_from_the_sources_here_and_the_requested_config() -> None:
     run = served(enter())
     assert [run.path] == [found.path for found in rundir.all_runs()]
-    assert (run.code / "mine.py").read_text() == "def main(config): ...\n"
+    assert (run.code / "mine.py").read_text() == "def main(config): print(config)\n"
     config = configs.load_config(run.config, site=False)
     assert (config.name, config.job, config.optim.lr) == ("mine", "mine", 0.25)
 

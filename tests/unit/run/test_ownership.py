@@ -50,7 +50,7 @@ from toolkit.run.submission.resume import resume
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
 
-JOB = "def main(config): ...\n"
+JOB = "def main(config): print(config)\n"
 
 
 @pytest.fixture

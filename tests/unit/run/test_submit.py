@@ -214,7 +214,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "my project"
     (folder / "ownjobs").mkdir(parents=True)
     (folder / "ownjobs/__init__.py").touch()
-    (folder / "ownjobs/job.py").write_text("def main(config): ...\n")
+    (folder / "ownjobs/job.py").write_text("def main(config): print(config)\n")
     (folder / "own.yaml").write_text("job: ownjobs.job\n")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))

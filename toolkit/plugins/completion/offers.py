@@ -13,8 +13,12 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit import registry
+
+if TYPE_CHECKING:  # imported where a script is on the line
+    from toolkit.config.script_keys import ActingKeys, Option
 
 #: The most runs that are offered, the newest first.
 MOST_RUNS = 200
@@ -64,9 +68,11 @@ def complete(line: str) -> list[str]:
 
     if len(words) < 2:
         return [name for name in commands() if name.startswith("".join(words))]
-    if registry.where("commands", words[0]) is None or "--" in words[:-1]:
+    if registry.where("commands", words[0]) is None:
         return []
-    offered = dict.fromkeys(word for word in _offered(words) if word.startswith(words[-1]))
+    # Behind `--` are the words of a script.
+    found = [option.flag for option in _options(_acting(words))] if "--" in words[:-1] else _offered(words)
+    offered = dict.fromkeys(word for word in found if word.startswith(words[-1]))
     # Names by the alphabet, then run ids.
     return sorted(offered, key=lambda word: (word[:8].isdigit(), word))
 
@@ -89,7 +95,7 @@ def _offered(words: Sequence[str]) -> Iterable[str]:
     last, before = words[-1], words[-2]
     options = {name: action for action in parser._actions for name in action.option_strings}
     if before in options and options[before].nargs != 0:
-        return _values(options[before], last)
+        return _values(options[before], words)
     if last.startswith("-"):
         return [name for name, action in options.items() if action.help is not argparse.SUPPRESS]
     # The arguments so far, without options and their values.
@@ -103,11 +109,12 @@ def _offered(words: Sequence[str]) -> Iterable[str]:
     if not places:
         return ()
     # The last argument may be repeated: it takes all further words.
-    return _values(places[min(len(given), len(places) - 1)], last)
+    return _values(places[min(len(given), len(places) - 1)], words)
 
 
-def _values(action: argparse.Action, begun: str) -> Iterable[str]:
-    """Return the values that an option or argument takes, as far as they are known."""
+def _values(action: argparse.Action, words: Sequence[str]) -> Iterable[str]:
+    """Return the values that an option or argument at the last place takes, as far as they are known."""
+    begun = words[-1]
     if action.choices is not None:
         return map(str, action.choices)
     # All commands use the same metavar for the same kind of value.
@@ -117,7 +124,7 @@ def _values(action: argparse.Action, begun: str) -> Iterable[str]:
         case "CONFIG":
             return _files(begun, (".yaml", ".yml", ".py"))
         case "key=value" | "[CONFIG] [key=value]":
-            return _settings(begun)
+            return _settings(begun, _acting(words))
         case "STATE":
             from toolkit.cli import selection
 
@@ -163,11 +170,30 @@ def _files(begun: str, endings: tuple[str, ...]) -> Iterator[str]:
         return
 
 
-def _settings(begun: str) -> list[str]:
-    """Return ``key=`` for each config key. After ``key=`` return ``key=value`` for each known value."""
+def _settings(begun: str, acting: ActingKeys | None) -> list[str]:
+    """Return ``key=``, on a script for each that acts on it. After ``key=`` return ``key=value`` for known values."""
     keys = _keys()
     key, sign, _ = begun.partition("=")
-    return [f"{key}={value}" for value in keys.get(key, ())] if sign else [f"{name}=" for name in keys]
+    if sign:
+        return [f"{key}={value}" for value in keys.get(key, ())]
+    own = [f"args.{option.name}=" for option in _options(acting)]
+    return [*own, *(f"{name}=" for name in keys if acting is None or acting.include(name))]
+
+
+def _acting(words: Sequence[str]) -> ActingKeys | None:
+    """Return the keys that act on the script among the words; None without one. That of `exec` is behind ``--``."""
+    end = words.index("--") if "--" in words else len(words) - 1
+    script = next((word for word in words[1:end] if word.endswith(".py")), None)
+    if script is None and words[0] != "exec":
+        return None
+    from toolkit.config.schema import FOREIGN_JOB
+    from toolkit.config.script_keys import acting_keys
+
+    return acting_keys(FOREIGN_JOB, words[end + 1 :]) if script is None else acting_keys(script, ())
+
+
+def _options(acting: ActingKeys | None) -> Sequence[Option]:
+    return () if acting is None else acting.options
 
 
 def _keys() -> dict[str, list[str]]:

@@ -9,10 +9,8 @@ from toolkit import config as configs
 from toolkit.base.errors import ConfigError, RequestError, nearest
 from toolkit.config.schema import LIVE, set_values
 from toolkit.files.rundir import RunDir
+from toolkit.run.prepare.run_keys import acting_on
 from toolkit.run.records import changes, run_config
-
-#: A loop of one's own has its own learning rate and its own evaluations.
-LIVE_IN_OWN_LOOPS = tuple(key for key in LIVE if key != "train.eval_every" and not key.startswith("optim."))
 
 
 def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
@@ -20,6 +18,7 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     if not overrides:
         raise RequestError(f"set: say what, as in `toolkit set {run.id} optim.lr=0.01`; keys: {', '.join(LIVE)}")
     now = run_config.in_force(run)
+    acting = acting_on(run, now.job, now.argv)
     keys = [override.partition("=")[0] for override in overrides]
     for key in keys:
         if now.job == configs.FOREIGN_JOB:
@@ -31,10 +30,10 @@ def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
                 f"{key} cannot be set while the run trains: after `toolkit stop {run.id}`, `toolkit resume {run.id} "
                 f"{key}=...` goes on with another value, unless it is fixed. These can: {', '.join(LIVE)}"
             )
-        if configs.is_loop(now.job, run.code.resolve()) and key not in LIVE_IN_OWN_LOOPS:
+        if not acting.include_by_toolkit(key):
             raise ConfigError(
-                f"{key}: run {run.id} has a loop of its own, which does not read it. "
-                f"These can be set: {', '.join(LIVE_IN_OWN_LOOPS)}"
+                f"{key}: run {run.id} has a loop of its own, which does not read it while it trains. "
+                f"These can be set: {', '.join(filter(acting.include_by_toolkit, LIVE))}"
             )
     # Read them as overrides of the config, which checks their types.
     then = configs.load_config(run.config, overrides, site=False)

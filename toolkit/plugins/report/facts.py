@@ -10,13 +10,13 @@ from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.folder import committed
 from toolkit.cli import run_facts
-from toolkit.config import shown
 from toolkit.files import records
 from toolkit.files.records import FLAG, TEXT, Maybe, OrNull, Record
 from toolkit.files.run_files import AttemptRecord, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.report.curves import Curve, read_curves
+from toolkit.run.prepare.run_keys import shown_values
 
 #: What of `toolkit why` may leave the run folder: no lines of logs.
 _TOLD = (
@@ -84,7 +84,7 @@ def facts_of(run: RunDir) -> ReportFacts:
     if result is not None:
         more = result.given("step", "epoch", "samples", "wall_s", "metrics").items()
         figures |= {name: value for name, value in more if value not in (None, {})}
-    config, hidden = shown.values_of(run.config, damage)
+    config, hidden = shown_values(run, damage)
     return ReportFacts(
         run,
         told,

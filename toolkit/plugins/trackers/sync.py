@@ -24,7 +24,6 @@ from typing import TypeAlias
 from toolkit.base import fsio, logs
 from toolkit.base.errors import RequestError
 from toolkit.checkpoint.folder import newest_step
-from toolkit.config import shown
 from toolkit.files import records
 from toolkit.files.json_record import FileRecord
 from toolkit.files.run_files import RunState
@@ -32,6 +31,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.metrics.lines import MetricsLine
 from toolkit.plugins.trackers.protocol import RunIdentity, Tracker
+from toolkit.run.prepare.run_keys import shown_values
 
 #: The bytes before the end of what was sent that must still be there: some lines, each with its own time.
 _TAIL_BYTES = 4096
@@ -71,7 +71,7 @@ def identity(run: RunDir, project: str | None) -> RunIdentity:
     """Return how the run is named in a tracker."""
     attempts = run.attempts([])
     begun = attempts[0].begun if attempts else run.status([]).submitted or run.status([]).started or 0.0
-    return RunIdentity(run.id, run.name, project or run.name, begun, shown.values_of(run.config, [])[0])
+    return RunIdentity(run.id, run.name, project or run.name, begun, shown_values(run, [])[0])
 
 
 class RunSync:

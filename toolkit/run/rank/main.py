@@ -157,13 +157,15 @@ def joined(name: str | None = None) -> JobConfig:
     _note(place)
     stacks.answer(place.rank)
     name = None if supervised else name or _name_by_submitit()
-    if path is None:  # a later `toolkit resume` starts the program with the same arguments
+    if path is None:
         job = _program()
         name = name or _name_of(job)
-        overrides = [*overrides, f"job={json.dumps(job)}", configs.argv_override(sys.argv[1:])]
+        overrides = [*overrides, f"job={json.dumps(job)}"]
     if name:
         overrides = [f"name={json.dumps(name)}", *overrides]
-    config = configs.load_config(path, overrides)
+    config = configs.load_config(path, overrides, site=not supervised)
+    if path is None:  # a later `toolkit resume` starts the program with the same arguments
+        config.argv = sys.argv[1:]
     if not supervised:
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)

@@ -31,6 +31,7 @@ from toolkit.run.attempt import advice
 from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import absolute, check_submittable, refuse_unfit
+from toolkit.run.prepare.run_keys import acting_on
 from toolkit.run.records import changes, ownership, run_config, stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
@@ -53,7 +54,8 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     if result is None:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
-    project = _project(run) if code else run.code.resolve() if overrides and run.code.is_dir() else None
+    sources = run.code.resolve() if run.code.is_dir() else snapshot.home_of(run.path)
+    project = _project(run) if code else sources if overrides else None
     config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
@@ -140,9 +142,9 @@ def _is_longer(run: RunDir, then: JobConfig, now: JobConfig) -> bool:
     """True if a run that has completed its training with the config ``then`` has more to do with ``now``."""
     if then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps:
         return True
-    if _is_script(run, then):
-        return configs.command_line(now) != configs.command_line(then)
-    return now.train.epochs > then.train.epochs
+    if now.train.epochs > then.train.epochs and acting_on(run, now.job, now.argv).include("train.epochs"):
+        return True
+    return _is_script(run, then) and configs.command_line(now) != configs.command_line(then)
 
 
 def _check_change(

@@ -1,0 +1,193 @@
+"""Which keys act on a script: those that it reads, by its syntax tree, and those that the toolkit reads for it."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from toolkit.base.errors import ConfigError
+from toolkit.cli import main as cli
+from toolkit.cli.run_rows import read_config
+from toolkit.config import FOREIGN_JOB, load_config
+from toolkit.config.script_keys import acting_keys
+from toolkit.files.run_files import RunResult
+from toolkit.plugins.completion.offers import complete
+from toolkit.plugins.live.values import checked
+from toolkit.run.prepare.new_run import load, new_run
+from toolkit.run.prepare.run_keys import shown_values
+from toolkit.run.submission.resume import resume
+
+START = "import toolkit\nrun = toolkit.start()\n"
+ARGUMENTS = """
+import argparse, toolkit
+parser = argparse.ArgumentParser()
+parser.add_argument("-l", "--lr", type=float, default=0.1, help="the rate,\\n  at first")
+parser.add_argument("--amp", action="store_true")
+with toolkit.start() as run: ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOOLKIT_SITE", str(tmp_path / "site.yaml"))
+    (tmp_path / "site.yaml").write_text("data: {workers: 3}\n")
+    return tmp_path
+
+
+def write(**files: str) -> None:
+    for name, text in files.items():
+        path = Path(f"{name.replace('__', '/')}.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+
+#: What a script reads, as one of its lines or more; all else of the last column it does not.
+READS = [
+    ("", "", "optim.lr data.workers model.name train.epochs params data.root checkpoint.keep_best args"),
+    ("run.config.optim.lr", "optim.lr", "optim.momentum train.epochs"),
+    ("print(run.config.optim)", "optim.lr optim.momentum", "train.epochs"),
+    ("cfg = run.config\nprint(cfg.optim.lr)", "optim.lr", "optim.momentum train.epochs"),
+    ("o = run.config.optim\nprint(o.lr)", "optim.lr", "optim.momentum train.epochs"),
+    (
+        "class T:\n  def f(self): self.cfg = run.config\n  def g(self): return self.cfg.optim.lr",
+        "optim.lr",
+        "train.epochs",
+    ),
+    ("with toolkit.current() as r: print(r.config.optim.lr)", "optim.lr", "train.epochs"),
+    ("print((c := run.config).optim.lr, c.train.epochs)", "optim.lr train.epochs", "model.name"),
+    ("getattr(run.config.optim, 'lr')", "optim.lr", "optim.momentum"),
+    ("getattr(run.config, 'optim').lr", "optim.lr", "train.epochs"),
+    ("getattr(run, 'config').optim.lr", "optim.lr", "train.epochs"),
+    ("getattr(run.config.optim, name)", "optim.lr optim.momentum", "train.epochs"),
+    ("build(run.config)", "optim.lr train.epochs model.name params", ""),
+    ("print(vars(run.config))", "optim.lr train.epochs", ""),
+    ("run.loader(data)", "data.global_batch_size data.workers", "data.name"),
+    ("run.loader(data, global_batch_size=8)", "data.workers", "data.global_batch_size"),
+    ("run.loader(data, global_batch_size=8, workers=None)", "data.workers", "data.global_batch_size"),
+    ("run.loader(data, **more)", "data.global_batch_size data.workers", "data.name"),
+    ("class A:\n  def f(self): return list(self.loader(1))", "", "data.global_batch_size"),
+    ("run.params(Params)", "params", "optim.lr"),
+    ("import helper\nhelper.rate(run)", "optim.lr", "train.epochs"),
+    ("from pack.deep import rate", "optim.lr", "train.epochs"),
+    ("import of_nobody\nof_nobody.train(run)", "optim.lr train.epochs args", ""),
+    ("import of_nobody\nof_nobody.train(3)", "args", "optim.lr"),
+    ("import importlib\nimportlib.import_module(name)", "optim.lr args", ""),
+    ("config = toolkit.load_config('c.yaml')", "optim.lr", ""),
+    ("from transformers import AutoModel as M\nmodel = M.of('x')\nprint(model.config, M.config)", "", "optim.lr"),
+    ("model.config.hidden_size", "", "optim.lr"),
+    ("torch.optim.SGD(params, lr=0.1)", "", "optim.lr params"),
+    ("class GPT:\n  def __init__(self, config): self.config = config; print(self.config)", "", "optim.lr"),
+    ("import sys\nprint(sys.argv)", "args argv", "optim.lr"),
+]
+
+
+@pytest.mark.parametrize(("line", "reads", "not_read"), READS)
+@pytest.mark.parametrize("job", ["train.py", FOREIGN_JOB])
+def test_a_loop_reads_what_its_files_name(line: str, reads: str, not_read: str, job: str) -> None:
+    helper = "def rate(r):\n    return r.config.optim.lr\n"
+    write(train=START + line, helper=helper, pack__deep="from . import other\n", pack__other=helper)
+    acting = acting_keys(job, ["python", "-u", "train.py"])
+    assert all(map(acting.include, ["train.max_steps", "cluster.nodes", "checkpoint.keep", *reads.split()]))
+    assert [key for key in not_read.split() if acting.include(key)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "is_known"),
+    [
+        ("python train.py", True),
+        ("torchrun --nproc-per-node 2 train.py --x", True),
+        ("python -m pack.train", True),
+        ("bash -c 'cd .; exec python train.py'", True),
+        ("bash go.sh", True),
+        ("./a.out", False),
+    ],
+)
+def test_a_command_is_known_by_the_scripts_that_it_names(command: str, is_known: bool) -> None:
+    write(train="print(1)", pack__train="print(1)")
+    Path("go.sh").write_text('module load cuda\nsrun python -u train.py "$@"\n')
+    acting = acting_keys(FOREIGN_JOB, [command.split()[0], command.partition(" ")[2]])
+    assert acting.include("optim.lr") is not is_known
+    assert acting.include("checkpoint.keep") is not is_known
+    assert acting.include("cluster.nodes")
+
+
+def test_all_keys_act_on_a_class_and_on_a_main_that_hands_its_config_on() -> None:
+    write(
+        job="import toolkit\nclass A(toolkit.Job): ...",
+        main="def main(c): train(c)",
+        lr="def main(c): print(c.optim.lr)",
+    )
+    assert acting_keys("job.py", ()).include("optim.lr")
+    assert acting_keys("main.py", ()).include("model.name")
+    acting = acting_keys("lr.py", ())
+    assert [acting.include(key) for key in ("optim.lr", "optim.momentum", "checkpoint.keep")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "says"),
+    [
+        (ARGUMENTS, "optim.lr=5", r"argument 'optim.lr=5': optim.lr: train.py does not read it.* write args.lr=5$"),
+        (ARGUMENTS, "model.name=x", r"its own options are args.lr, args.amp$"),
+        (ARGUMENTS, "optim={lr: 5}", r"write args.lr=5$"),
+        (START, "train.epochs=3", r"read run.config.train.epochs there, or leave it out"),
+        (START + "import hydra", "optim.lr=3", r"its own arguments come after `--`"),
+        (START, "args.lr=3", r"args: train.py reads no command line"),
+        ("print(1)", "checkpoint.keep=3", r"checkpoint.keep: train.py does not read it"),
+        (
+            "import click\n@click.option('--learning-rate', '-r')\ndef f(): ...\nf()",
+            "optim.lr=1",
+            "args.learning-rate=1$",
+        ),
+        ("import fire\ndef f(lr=1): ...\nfire.Fire(f)", "optim.lr=1", "args.lr=1$"),
+        ("from absl import flags\nflags.DEFINE_float('lr', 1, 'x')", "optim.lr=1", "args.lr=1$"),
+    ],
+)
+def test_a_key_that_changes_nothing_is_refused_with_what_to_write(text: str, given: str, says: str) -> None:
+    write(train=text)
+    with pytest.raises(ConfigError, match=says):
+        load("train.py", [given], Path.cwd())
+    Path("c.yaml").write_text("job: train.py\n" + "optim:\n  momentum: 0.1\n")
+    with pytest.raises(ConfigError, match=r"c.yaml, line 3: optim.momentum: train.py does not read it"):
+        load("c.yaml", [], Path.cwd())
+
+
+def test_a_key_that_another_one_refers_to_acts() -> None:
+    write(train=ARGUMENTS)
+    Path("c.yaml").write_text("job: train.py\noptim: {lr: 5}\nargs: {lr: '${optim.lr}'}\n")
+    assert load_config("c.yaml").args == {"lr": 5}
+
+
+def test_the_help_and_the_shell_offer_what_acts(capsys: pytest.CaptureFixture[str]) -> None:
+    write(train=ARGUMENTS)
+    assert cli.main(["submit", "train.py", "--help-all"]) == 0
+    page = capsys.readouterr().out
+    assert "options of train.py, behind `--` or as args.NAME=VALUE:\n  --lr " in page
+    assert "default 0.1; the rate, at first\n" in page
+    assert "  train.max_steps: " in page
+    assert "optim" not in page
+    assert "train.epochs" not in page
+    assert complete("toolkit submit train.py args.") == ["args.amp=", "args.lr="]
+    assert complete("toolkit submit train.py -- --") == ["--amp", "--lr"]
+    assert complete("toolkit exec -- python train.py --l") == ["--lr"]
+    assert complete("toolkit submit train.py optim") == []
+    assert "optim.lr=" in complete("toolkit submit c.yaml optim")
+
+
+def test_a_run_shows_and_changes_only_what_acts_on_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(project / "runs"))
+    write(train=START + "print(run.config.optim.lr)", job="import toolkit\nclass A(toolkit.Job): ...")
+    run = new_run(load("train.py", ["optim.lr=0.5"], project), project)
+    write(train="changed = True")
+    for values in (read_config(run), shown_values(run, [])[0]):
+        assert {"optim.lr", "train.seed", "cluster.nodes"} <= values.keys()
+        assert values.keys().isdisjoint({"optim.momentum", "data.workers", "train.epochs"})
+    assert "train.epochs" in read_config(new_run(load("job.py", [], project), project))
+    assert checked(run, ["train.log_every=3"]) == {"train.log_every": 3}
+    with pytest.raises(ConfigError, match=r"optim.lr: run .* which does not read it while it trains"):
+        checked(run, ["optim.lr=1"])
+    run.write_result(RunResult.from_json({"state": "completed", "why": ""}))
+    with pytest.raises(ConfigError, match=r"train.epochs: train.py does not read it"):
+        resume(run, ["train.epochs=20"])
