@@ -282,7 +282,8 @@ def _tasks(environ: Mapping[str, str], gpus: Sequence[int]) -> list[int]:
     if len(tasks) != len(gpus):
         raise RequestError(
             f"SLURM_TASKS_PER_NODE={text} speaks of {len(tasks)} nodes and SLURM_JOB_NODELIST="
-            f"{environ['SLURM_JOB_NODELIST']} of {len(gpus)}; was one of them changed by hand?"
+            f"{environ['SLURM_JOB_NODELIST']} of {len(gpus)}; a step of srun "
+            "names its own tasks: leave srun out; else one of them was changed by hand"
         )
     # 22.05 distributes these tasks by CPUs: seven to a node with four GPUs, and one to the next.
     of_gpus = [whole_number(environ, "SLURM_NTASKS_PER_GPU", 0) * count for count in gpus]

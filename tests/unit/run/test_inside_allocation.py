@@ -15,7 +15,8 @@ import pytest
 
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import ConfigError, RequestError
+from toolkit.base.errors import EXIT_REQUEST, ConfigError, RequestError
+from toolkit.cli import main as cli
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState
@@ -164,6 +165,55 @@ def test_a_command_whose_words_change_with_each_start_goes_on(monkeypatch: pytes
     run = earlier_run("box-41")
     monkeypatch.setattr(sys, "argv", ["toolkit", "exec", "--", "train.py", "--out=1795417311"])
     assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
+
+
+STEP = {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+STEP |= {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_STEP_NODELIST": "node[1-2]"}
+TORCHRUN = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "none"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0}.items()}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank", "variables"),
+    [
+        ("srun", "SLURM_PROCID", STEP),
+        ("torchrun", "RANK", TORCHRUN),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 2}),
+    ],
+)
+@pytest.mark.parametrize("argv", [["supervise", "mine.yaml"], ["exec", "--", "true"]])
+def test_only_the_first_of_many_supervisors_says_that_one_is_enough(
+    launcher: str, rank: str, variables: dict[str, Any], argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    assert cli.main(argv) == EXIT_REQUEST
+    assert f"leave {launcher} out, the toolkit starts the ranks itself" in capsys.readouterr().err
+    os.environ.update({rank: "1", "SLURM_NODEID": "1"})
+    with pytest.raises(SystemExit) as silent:
+        cli.main(argv)
+    assert silent.value.code == EXIT_REQUEST
+    assert capsys.readouterr().err == ""
+    assert rundir.all_runs() == []
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {**STEP, "SLURM_STEP_NUM_TASKS": 1, "SLURM_STEP_NUM_NODES": 1, "SLURM_STEP_TASKS_PER_NODE": 1}
+        | {"SLURM_STEP_NODELIST": "node1"},
+        {"SLURM_STEP_ID": 4294967290, "SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0},  # the shell of salloc
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": ""},  # a batch script has exported them
+        {"RANK": 0},
+        {**TORCHRUN, "TOOLKIT_ATTEMPT": 1},
+    ],
+)
+def test_a_supervisor_that_is_alone_is_not_refused(variables: dict[str, Any]) -> None:
+    assert served(enter(**{name: value for name, value in variables.items() if value != ""})).code.is_dir()
+
+
+def test_a_shell_with_a_terminal_is_alone_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "isatty", lambda file: file == 0)
+    assert served(enter(**STEP)).code.is_dir()
 
 
 ELEMENT = {"SLURM_ARRAY_JOB_ID": 40, "SLURM_ARRAY_TASK_ID": 2}

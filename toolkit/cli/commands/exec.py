@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int | None:
     from toolkit.cli import follow
-    from toolkit.run.submission import submit
+    from toolkit.run.submission import inside_allocation, submit
 
     if not args.words:
         raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
@@ -49,6 +49,8 @@ def run(args: Namespace) -> int | None:
         except ValueError as error:  # an open quote
             raise RequestError(f"--on-restart: {args.on_restart}: {error}") from None
         args.overrides += [configs.argv_override(words, "on_restart")]
+    if args.executor != "slurm":
+        inside_allocation.refuse_one_of_many_tasks()
     # Inside a job the script runs right here, in the job's allocation.
     if args.executor == "auto" and "SLURM_JOB_ID" in os.environ:
         if args.after:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import logs
-from toolkit.base.errors import RequestError
+from toolkit.base.errors import EXIT_REQUEST, PlacementError, RequestError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -22,6 +22,7 @@ from toolkit.run.prepare.new_run import load, new_run
 from toolkit.run.records import ownership
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
+from toolkit.slurm import placement
 from toolkit.slurm.commands import Slurm
 
 log = logs.get(__name__)
@@ -29,6 +30,7 @@ log = logs.get(__name__)
 
 def supervise(config_path: str, overrides: Sequence[str]) -> None:
     """Find or make the job's run, then become its supervisor. The run's copy of the sources is used."""
+    refuse_one_of_many_tasks()
 
     def make_run(allocation: Allocation) -> RunDir:
         config = load(config_path, overrides, Path.cwd())
@@ -39,6 +41,29 @@ def supervise(config_path: str, overrides: Sequence[str]) -> None:
         return run
 
     enter(make_run)
+
+
+def refuse_one_of_many_tasks() -> None:
+    """Refuse to be a supervisor that a launcher has started several times. Each would start all ranks.
+
+    The first task raises RequestError, the others exit without a word. A shell in the first task of an interactive step
+    (``srun --pty``) is there once: only that task has a terminal. A rank may start another run.
+    """
+    try:
+        place = placement.derive(os.environ, socket.gethostname())
+    except PlacementError:  # of variables that somebody has exported: the ranks get others
+        return
+    launcher = place.launcher
+    is_exported = launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    is_shell = launcher == "srun" and os.isatty(0)
+    if place.world_size == 1 or "TOOLKIT_ATTEMPT" in os.environ or is_exported or is_shell:
+        return
+    if place.rank > 0:
+        raise SystemExit(EXIT_REQUEST)
+    name = "mpirun" if launcher == "mpi" else launcher
+    raise RequestError(
+        f"{name} starts this command {place.world_size} times: leave {name} out, the toolkit starts the ranks itself"
+    )
 
 
 def enter(make_run: Callable[[Allocation], RunDir]) -> None:
