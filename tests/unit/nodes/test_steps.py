@@ -98,6 +98,17 @@ def test_ranks_that_srun_could_not_start_are_named_with_their_node(line: str, ev
     assert parse_srun_line(line + "\n", ["node10", "node10", "node9", "node11"]) == event
 
 
+#: As a shell prints it whose job is over.
+OVER = "srun: error: Unable to confirm allocation for job 3: Invalid job id specified"
+
+
+def test_a_step_of_a_job_that_is_over_is_refused_and_no_node_is_at_fault() -> None:
+    failed = parse_srun_line(OVER, ["node1"])
+    assert isinstance(failed, LaunchFailed)
+    assert failed.is_refused
+    assert failed.advice == "the job is over: submit another one"
+
+
 REFUSED = "srun: error: Unable to create step for job 3: Memory required by task is not available"
 
 

@@ -6,8 +6,9 @@ The run that its job serves, and the process that the script becomes.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,39 @@ def test_a_command_whose_words_change_with_each_start_goes_on(monkeypatch: pytes
     run = earlier_run("box-41")
     monkeypatch.setattr(sys, "argv", ["toolkit", "exec", "--", "train.py", "--out=1795417311"])
     assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
+
+
+def job_41(slurm: FakeSlurm) -> str:
+    while (job := slurm.sbatch(["--requeue", "job.sh"])) != "41":
+        pass
+    slurm.start(job)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (lambda slurm, job: slurm.finish(job), "is over here (COMPLETED)"),
+        (lambda slurm, job: slurm.cancel(job), "is over here"),
+        (lambda slurm, job: slurm.requeue(job), "is over here"),
+        (lambda slurm, job: [slurm.finish(job), slurm.forget(job)], "is not known to Slurm"),
+    ],
+)
+def test_in_a_shell_whose_job_is_over_nothing_is_started(
+    end: Callable[[FakeSlurm, str], object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm()
+    monkeypatch.setattr(inside_allocation, "Slurm", lambda: slurm)
+    job = job_41(slurm)
+    assert served(enter()).path.is_dir()
+    os.environ.pop(RUN_VARIABLE, None)
+    end(slurm, job)
+    slurm.advance(0)
+    with pytest.raises(RequestError, match=re.escape(says)):
+        inside_allocation.supervise("mine.yaml", [])
+    assert len(rundir.all_runs()) == 1
+    slurm.is_up = False  # which says nothing about the job
+    enter()
 
 
 STEP = {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}

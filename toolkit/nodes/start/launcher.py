@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.allocation import Allocation
 
-#: Slurm's words for a step that fits no job of this request.
-_REFUSED = re.compile(
+#: Slurm's words for a step that fits no job of this request, and for one of a job that is over.
+_UNFIT = re.compile(
     "Insufficient GRES|Invalid generic resource|Invalid GRES|Requested node configuration is not available"
 )
+_OVER = re.compile("(?i)invalid job id|expired or invalid job")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class RanksFinished:
 
 
 @dataclass(frozen=True)
+class RanksSignalled:
+    """The agent of the batch host has got SIGTERM, and the ranks with it: Slurm sends it to the whole job."""
+
+
+@dataclass(frozen=True)
 class NodeFailed:
     """A node of the attempt does not answer, or srun has lost it."""
 
@@ -64,8 +70,15 @@ class LaunchFailed:
 
     @property
     def is_refused(self) -> bool:
-        """True if the job's own request is at fault: no other node, and no later try, would help."""
-        return _REFUSED.search(self.why) is not None
+        """True if no node is at fault, and no other node, and no later try, would help."""
+        return self.advice is not None
+
+    @property
+    def advice(self) -> str | None:
+        """Return what to do about a refusal."""
+        if _OVER.search(self.why):
+            return "the job is over: submit another one"
+        return "ask for other nodes or GPUs" if _UNFIT.search(self.why) else None
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ _NODE_FORGOT = re.compile(r"srun: error: Aborting, io error and missing step on 
 _TASK_NOT_LAUNCHED = re.compile(r"srun: error: task (?P<rank>\d+) launch failed: (?P<why>.+?)\s*$")
 _NODE_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<why>.+?)\s*$")
 _STEP_NOT_LAUNCHED = re.compile(
-    r"srun: error: (?P<why>Unable to create step for job \d+: .+?|[Tt]imeout waiting for task launch.*?)\s*$"
+    r"srun: error: (?P<why>Unable to (?:create step|confirm allocation) for job \d+: .+?"
+    r"|[Tt]imeout waiting for task launch.*?)\s*$"
 )
 #: The step asks for no memory, and shares the job's: only the record of an earlier step can be in the way.
 _HELD_BY_A_STEP = re.compile("Memory required by task is not available")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import logs
-from toolkit.base.errors import EXIT_REQUEST, PlacementError, RequestError
+from toolkit.base.errors import EXIT_REQUEST, PlacementError, RequestError, SlurmError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -75,6 +75,7 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
     if run_dir is None:
         logs.setup("supervisor")
         allocation = Allocation.slurm(os.environ)
+        _refuse_ended_job(allocation)
         if "SLURMD_NODENAME" not in os.environ:  # slurmd sets it: a shell of salloc on a login node has none
             raise RequestError(
                 f"{socket.gethostname()} is no node of job {allocation.job_id}, and the supervisor works on one; open "
@@ -94,6 +95,22 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
         supervise_run(str(run.path), "slurm")  # a foreign script: there is no copy to run from
     elif _is_wanted(RunDir(Path(run_dir))):
         supervise_run(run_dir, "slurm")
+
+
+def _refuse_ended_job(allocation: Allocation) -> None:
+    """Raise RequestError in a shell that has outlived its job, as one of tmux does. Its variables name it still."""
+    assert allocation.job_id is not None
+    try:
+        row = Slurm().show_job(allocation.job_id)
+    except SlurmError as error:  # that says nothing about the job
+        log.warning("Slurm does not say how the job stands: %s", error)
+        return
+    if row is None or row.is_over or row.restarts > allocation.restart_count:
+        how = "is not known to Slurm" if row is None else f"is over here ({row.state})"
+        raise RequestError(
+            f"job {allocation.job_id}, in which this shell was started, {how}: open another shell, or first "
+            '`unset "${!SLURM@}"`, and the command submits a job'
+        )
 
 
 def _served_before(allocation: Allocation) -> RunDir | None:
