@@ -30,6 +30,20 @@ class ProcessStat(NamedTuple):
         return self.number(4)
 
     @property
+    def has_ended(self) -> bool:
+        """True for a process that only waits to be reaped."""
+        return self.state in "ZX"
+
+    @property
+    def session(self) -> int:
+        """Return the pid of the leader of its session."""
+        return self.number(6)
+
+    def handles(self, number: int) -> bool:
+        """True if the process has a handler for a signal, one up to 31."""
+        return bool(self.number(34) >> (number - 1) & 1)
+
+    @property
     def cpu_s(self) -> float:
         """Return the time on a CPU, utime and stime."""
         return (self.number(14) + self.number(15)) * TICK_S

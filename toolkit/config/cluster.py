@@ -75,7 +75,7 @@ class ClusterConfig:
     spare_nodes: Annotated[int, Range(0, _SLURMS_MOST)] = 0
     #: nodes that must share a block of the site's topology, such as an NVLink domain, as for sbatch --segment
     segment: _Some | None = None
-    #: a checkpoint is committed at least so long before the time limit
+    #: a checkpoint is committed at least so long before the time limit; a script under exec may save so long at a stop
     signal_delay_s: Annotated[int, Range(0, 65_535)] = 120
     preflight: bool = True  #: check the nodes before the ranks start (the plugin site does)
     #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays

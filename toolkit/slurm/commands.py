@@ -84,9 +84,6 @@ class SlurmCommands(Protocol):
         Jobs that Slurm has forgotten are no error.
         """
 
-    def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
-        """Send a signal to the batch shells of running jobs. One call. Jobs that are gone are no error."""
-
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         """End a job or one of its steps, or send a signal.
 
@@ -220,16 +217,9 @@ class Slurm:
         return min((job_id.strip() for job_id, _, command in lines if command.strip() == path), key=int, default=None)
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
-        self._scancel("--state=PENDING", *job_ids)
-
-    def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
-        self._scancel(f"--signal={signal}", "--batch", *job_ids)
-
-    def _scancel(self, *arguments: str) -> None:
-        """Call scancel for several jobs. It names those that are gone, and fails, when it has done the others."""
         try:
-            self._run(["scancel", *arguments])
-        except ProgramRefusedError as error:
+            self._run(["scancel", "--state=PENDING", *job_ids])
+        except ProgramRefusedError as error:  # it names those that are gone, and fails, when it has done the others
             if not error.says("Invalid job id"):
                 raise
 

@@ -19,7 +19,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import again, element, states, sweep_folder
 from toolkit.plugins.sweep.states import PointStanding, standings
 from toolkit.plugins.sweep.sweep_folder import SweepDir
-from toolkit.plugins.testing.fake_slurm import FakeSlurm, Sent
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.records import ownership, stop_request
@@ -130,9 +130,9 @@ def test_stop_cancels_what_waits_and_asks_what_works_in_two_calls() -> None:
     job = sent.jobs[0]
     for index in (0, 4):
         start(sent.sweep, slurm, index)
-    slurm.suspend(f"{job}_4")  # it takes no signal
+    slurm.suspend(f"{job}_4")
     assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (3, 2)
-    assert [(call.job_id, call.signal, call.batch) for call in slurm.sent] == [(f"{job}_0", "USR1", True)]
+    assert slurm.sent == []
     states = [slurm.show_jobs([f"{job}_{index}"])[f"{job}_{index}"] for index in range(5)]
     assert [status and status.state for status in states] == ["RUNNING", *["CANCELLED"] * 3, "SUSPENDED"]
     for index in (0, 4):
@@ -148,7 +148,7 @@ def test_stop_leaves_a_run_that_has_just_started_to_its_job(monkeypatch: pytest.
     slurm.start(f"{sent.jobs[0]}_1")  # it has no folder yet
     assert again.stop(sent.sweep, earlier, slurm) == (3, 0)
     # Neither is done: both are asked to end, and the run's result is its supervisor's to write.
-    assert slurm.sent == [Sent(f"{sent.jobs[0]}_{index}", "USR1", batch=True) for index in (0, 1)]
+    assert slurm.sent == []
     begun, starting = [sent.sweep.run_of(point) for point in sent.sweep.arrays()[0].points()[:2]]
     for run in (starting, begun):
         assert (run.result(), stop_request.asked(run)) == (None, stop_request.Intent.STOP)
@@ -277,7 +277,7 @@ def test_a_lost_point_is_retried_once_and_its_new_job_counts(monkeypatch: pytest
     found = look(sweep, slurm)[0]
     assert (found.state, found.job_id, found.is_to_retry) == ("starting", f"{job}_0", False)
     assert again.stop(sweep, [found], slurm) == (0, 1)
-    assert slurm.sent == [Sent(f"{job}_0", "USR1", batch=True)]
+    assert stop_request.asked(found.run) is stop_request.Intent.STOP
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])
@@ -326,7 +326,7 @@ def test_stop_after_a_retry_asks_slurm_about_jobs_that_are_gone() -> None:
     write_ended(sent.sweep.run_of(sent.sweep.arrays()[0].points()[0]), RunState.FAILED, "as the test wants")
     slurm.finish(f"{sent.jobs[0]}_0", exit_code=1)
     slurm.cancel(f"{sent.jobs[0]}_1")
-    (job,) = retry_all(sent.sweep, slurm)
+    retry_all(sent.sweep, slurm)
     slurm.forget(sent.jobs[0])
     assert again.stop(sent.sweep, list(look(sent.sweep, slurm).values()), slurm) == (2, 0)
     assert [row.state for row in slurm.user_jobs()] == ["CANCELLED", "CANCELLED"]
@@ -336,7 +336,6 @@ def test_stop_after_a_retry_asks_slurm_about_jobs_that_are_gone() -> None:
     (run.path / "owner.json").unlink()
     run.write_status(run.status().replace(job_id=None))
     assert again.stop(sent.sweep, [working], slurm) == (0, 1)
-    slurm.signal_batch([job, "99"], "USR1")
 
 
 def test_points_of_different_sizes_are_retried_in_arrays_of_their_own() -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 
 from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
-from tests.waiting import wait_for
+from tests.waiting import processes_with, wait_for
 from toolkit.files import rundir
 from toolkit.nodes.agent import connections
 from toolkit.nodes.agent.link import AuthenticatedLink
@@ -38,6 +38,7 @@ from toolkit.nodes.start.launcher import (
     Progress,
     RanksExited,
     RanksFinished,
+    RanksSignalled,
     RunningRanks,
 )
 from toolkit.nodes.start.store import StoreHostEnded
@@ -143,6 +144,7 @@ def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: P
     step = site.start("trap 'exit 3' TERM; trap 'exit 4' USR2; echo ready; while :; do sleep 0.02; done")
     await_true(lambda: all(site.run.rank_log(1, rank).exists() and site.log(rank) == "ready\n" for rank in (0, 1)))
     os.kill(site.agent, signal.SIGTERM)
+    assert site.next() == RanksSignalled()
     if signals_all:
         step.kill(signal.SIGUSR2)  # by the supervisor
     assert {site.next().exit_code, site.next().exit_code} == {4 if signals_all else 3}
@@ -175,6 +177,72 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     assert site.next() == AllRanksEnded(3)
     site.store.close()
     await_true(lambda: gone(int(note.read_text())))
+    site.close()
+
+
+#: Saves when it is told to end, in the time that the test gives it, and prints meanwhile. It counts the signals.
+SAVES = """
+import os, signal, sys, time
+
+def save(number, frame):
+    print("told", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    print("saved", flush=True)
+    os.rename("half", "saved")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+open("half", "w").close()
+print("up", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+#: As `conda run` does it: Python starts a script of bash, which starts the command.
+WRAPPER = "import subprocess, sys; sys.exit(subprocess.call(['bash', '-c', ' '.join(sys.argv[1:]) + '; exit $?']))"
+LEADERS = {
+    "python": "exec $SAVE",
+    "bash, with more lines": "bash -c '$SAVE; touch next'",
+    "a pipe": "$SAVE | tee log; touch next",
+    "a pipe in a group": "bash -c '{ $SAVE; touch next; } 2>&1 | tee log; touch next'",
+    "conda run": f'{sys.executable} -c "{WRAPPER}" $SAVE',
+    "uv run": f"{sys.prefix}/bin/uv run --no-project -- $SAVE",
+    "time": "bash -c 'time $SAVE; touch next'",
+    "a trap that ends": "trap 'exit 0' TERM; $SAVE & wait",
+    "a trap that passes on": "trap 'kill $child; wait $child; exit' TERM; $SAVE & child=$!; wait; touch next",
+    "a trap behind": "trap 'touch trapped; exit' TERM; $SAVE; touch next",
+    "a helper beside it": "sleep 600 & bash -c 'sleep 600 & $SAVE; touch next'",
+    "a session of its own": "setsid --wait $SAVE",
+    "job control": "bash -c 'set -m; $SAVE; touch next'",
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("leader", LEADERS)
+def test_what_saves_has_its_time_whatever_starts_it(
+    leader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "save.py").write_text(SAVES)
+    site = Site(tmp_path)
+    step = site.start(LEADERS[leader], SAVE=f"{sys.executable} -I -S save.py")
+    output = tmp_path / "log" if "pipe" in leader else site.run.rank_log(1, 0)
+    wait_for(lambda: output.exists() and "up" in output.read_text(), TIMEOUT_S, "the script")
+    step.kill(signal.SIGTERM)
+    wait_for(lambda: "told" in output.read_text(), TIMEOUT_S, "the signal")
+    step.kill(signal.SIGTERM)  # a second one would end some scripts at once
+    with pytest.raises(Empty):
+        site.events.get(timeout=0.3)
+    (tmp_path / "go").touch()
+    site.store.close()
+    wait_for((tmp_path / "saved").exists, TIMEOUT_S, "what it saves")
+    while not isinstance(site.next(), AllRanksEnded):
+        pass
+    assert output.read_text().split("saved")[0].count("told") == 1 or leader == "a trap that passes on"
+    assert output.read_text().endswith("saved\n") or leader == "time"
+    assert (tmp_path / "trapped").exists() == (leader == "a trap behind")
+    assert not (tmp_path / "next").exists()
+    wait_for(lambda: not processes_with(str(tmp_path)), TIMEOUT_S, "no process")
     site.close()
 
 

@@ -113,7 +113,7 @@ class Node:
         """Wait for the end of the rank."""
         (pid,) = self.processes.pids_of_ranks(attempt).values()
         _, status = os.waitpid(pid, 0)
-        self.processes.note_end(pid, status, ())
+        self.processes.note_end(pid, status)
         assert self.sent[-1]["code"] == 0
 
 

@@ -283,10 +283,8 @@ def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
     assert "would fail again unchanged" in run.result().why
 
 
-def test_a_stop_that_was_asked_for_while_the_job_was_suspended_is_found(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt_loop, "ASLEEP_S", -1.0)  # as after each look
+def test_a_stop_is_found_without_a_signal(run: RunDir) -> None:
+    """Slurm sends a suspended job none, and a batch script's shell would die of it."""
 
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
@@ -672,6 +670,30 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75
     assert ranks.signals == [signal.SIGTERM]
     assert run.result().state == "stopped"
+
+
+def test_a_rank_of_a_script_that_ends_badly_in_a_stop_leaves_the_others_their_time(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank saves for itself, for as long as it may, and the run says whether it has ended by then."""
+    monkeypatch.setattr(stop_path, "FOREIGN_STOP_LIMIT_S", 0.3)
+    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.0)
+    config = JobConfig(job=configs.FOREIGN_JOB)
+    config.cluster.signal_delay_s = 0
+    began = time.monotonic()
+
+    def saves(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(ended(1, code=143))
+
+    ranks = Ranks(saves)
+    Supervisor(run, config, Allocation(("node1", "node2"), (2, 2), 1), ranks, None).run()
+    assert ranks.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert time.monotonic() - began >= 0.3
+    assert run.result().why.startswith(
+        "stopped as asked; killed 0 s after SIGTERM: what it was saving may be incomplete"
+    )
 
 
 def test_a_ranks_own_words_do_not_hide_the_signal_that_killed_it(run: RunDir) -> None:

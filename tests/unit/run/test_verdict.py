@@ -552,6 +552,21 @@ def test_a_run_is_said_to_go_on_from_a_checkpoint_only_if_there_is_one() -> None
     assert judge(replace(preempted, is_foreign=True, stop=Stop.USER)).line == "stopped as asked at step 40"
 
 
+@pytest.mark.parametrize(
+    ("stop", "slurm", "has_advice"),
+    [
+        (Stop.USER, JobFate.RUNNING, True),
+        (Stop.CLOCK, JobFate.RUNNING, True),
+        (Stop.SIGNAL, JobFate.PREEMPTED, False),
+        (Stop.SIGNAL, JobFate.RUNNING, False),
+    ],
+)
+def test_a_script_that_was_killed_while_it_saved_is_said_to_be_so(stop: Stop, slurm: JobFate, has_advice: bool) -> None:
+    line = judge(Facts(137, is_foreign=True, stop=stop, slurm=slurm, killed_after_s=295.4)).line
+    assert "; killed 295 s after SIGTERM: what it was saving may be incomplete" in line
+    assert ("cluster.signal_delay_s gives it more time" in line) == has_advice
+
+
 def test_a_move_says_which_node_was_left_and_why_and_costs_nothing() -> None:
     line = "moved off node2: drained: new fan by root; stopped at step 150, committed, nothing is lost"
     assert judge(MOVING).line == line

@@ -16,6 +16,7 @@ The messages that it receives (``do``) and sends (``is``):
 * ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
 * ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
   ``end_store``: kill it. What the store prints is ``output``.
+* ``signalled``: the agent has got SIGTERM, which is for the ranks.
 * ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
 * ``stacks``: have a program tell what the ranks of the node do, by their stacks. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
@@ -67,6 +68,8 @@ NEXT_WITHIN_S = 20.0
 ABOUT_THE_NODE = ("imported", "sick")
 #: An agent of this job that the supervisor has given up needs a moment to notice it; then it is killed.
 INBOX_WAIT_S = 10.0
+#: What ranks have left behind is killed within this time when the agent ends.
+STRAYS_S = 1.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
 #: Finds the CPUs near the GPUs, see toolkit.devices.on_node.
@@ -164,6 +167,10 @@ class Agent:
                     self._processes.look_at_the_clock()
         finally:
             self._processes.end_all()
+            deadline = time.monotonic() + STRAYS_S
+            while self._processes.end_strays(self._helpers.pids) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                self._reap()
 
     def _open_connection(self, *, again: bool) -> None:
         """Connect, and send what a supervisor that was not there before must know. Raises OSError."""
@@ -179,7 +186,7 @@ class Agent:
     def _send(self, message: Message) -> None:
         if message["is"] in ABOUT_THE_NODE:
             self._kept.append(message)
-        if self._connection is not None:
+        if self._connection is not None and not self._is_over:
             try:
                 self._connection.sendall(self._link.send(message))
             except OSError:
@@ -343,20 +350,25 @@ class Agent:
 
     def _reap(self) -> None:
         """Reap ended processes. The agent is also the new parent of those that a rank has left behind."""
+        has_reaped = False
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if pid == 0:
-                return
+                break
+            has_reaped = True
             self._helpers.pids.discard(pid)
             if pid in self._processes:
                 self._take_reports()  # so the last reports of the process are sent before its end
-                self._processes.note_end(pid, status, self._helpers.pids)
+                self._processes.note_end(pid, status)
             elif pid == self._watcher:
                 self._watcher, self._heard = None, time.monotonic()  # a failed watch is started again
                 self._is_over |= status == 0
+        if has_reaped:
+            self._processes.end_asked()
+            self._processes.end_strays(self._helpers.pids)
 
 
 def _connect(host: str, port: int) -> socket.socket:

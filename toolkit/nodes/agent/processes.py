@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import parsed, start_child
 from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.stop_receivers import any_lives, receivers
 from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder, opened
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
@@ -37,6 +39,8 @@ TITLE_BYTES = 1024
 FORK_S = 10.0
 #: An import may wait for a slow file server for minutes. A zygote that is stopped (SIGSTOP) will not answer.
 IMPORT_S, STOPPED_S = 900.0, 10.0
+#: What served the processes that have saved, as a `tee`, ends with them, or this much later.
+REST_S = 1.0
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 log = logs.get(__name__)
@@ -48,6 +52,10 @@ class _Child:
     rank: int | None  #: None: the attempt's store
     ooms: int  #: out-of-memory kills that the node's control group had counted at its start
     gets_signals: bool  #: those that Slurm sends a job; else the agent passes them on
+    asked: set[int] = field(default_factory=set)  #: the processes that SIGTERM has asked to end
+    code: int | None = None  #: of its end; others of its session, which were asked, may still save
+    no_memory: bool = False  #: it was ended for lack of memory
+    end_by: float = math.inf  #: when to end what is left once all that were asked have ended
     stdin: int | None = None
     stdout: int | None = None
 
@@ -99,7 +107,11 @@ class Processes:
 
     def pids_of_ranks(self, attempt: int) -> dict[int, int]:
         """Return the process of each living rank of an attempt. Ranks that srun has started are not known here."""
-        return {c.rank: pid for pid, c in self._children.items() if c.attempt == attempt and c.rank is not None}
+        return {
+            c.rank: pid
+            for pid, c in self._children.items()
+            if c.attempt == attempt and c.rank is not None and c.code is None
+        }
 
     # ----------------------------------------------------------------------------------------------------- starting
 
@@ -140,6 +152,7 @@ class Processes:
     def look_at_the_clock(self) -> None:
         """Do what is due. To be called every second."""
         now, zygote = time.monotonic(), self._zygote
+        self.end_asked()
         if self._held_until is not None and now >= self._held_until:
             self.use_copies({})
         if zygote and not zygote.has_ended:
@@ -266,8 +279,8 @@ class Processes:
     def end_store(self, attempt: int) -> None:
         """Kill the store, also one that has not started."""
         self._waiting = [o for o in self._waiting if o["attempt"] != attempt or o["processes"][0]["rank"] is not None]
-        for pid in self._stores(attempt):
-            _signal_session(pid, signal.SIGKILL)
+        for pid, child in self._stores(attempt).items():
+            _kill(pid, child)
 
     def _stores(self, attempt: int) -> dict[int, _Child]:
         return {pid: child for pid, child in self._children.items() if child.attempt == attempt and child.rank is None}
@@ -278,9 +291,15 @@ class Processes:
         """Send the ranks the signals that Slurm has sent the agent. Skip ranks that get them from Slurm."""
         for number in [signal.Signals(number) for number in numbers if number in SIGNALS]:
             for pid, child in self._children.items():
-                if child.rank is not None and not child.gets_signals:  # a second one ends some scripts at once
+                if child.rank is None or child.code is not None:
+                    continue
+                if number is signal.SIGTERM and child.gets_signals:
+                    child.asked |= receivers(pid, number)
+                elif not child.gets_signals:
                     log.info("rank %d gets %s, which Slurm has sent", child.rank, number.name)
-                    _signal_session(pid, number)
+                    _ask(pid, child, number)
+            if number is signal.SIGTERM:
+                self._send({"is": "signalled"})
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
         """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""
@@ -292,14 +311,20 @@ class Processes:
                     for rank in order["processes"]:
                         self._send_ended(attempt, rank["rank"], -number, no_memory=False)
         for pid, child in self._children.items():
-            if child.attempt == attempt and child.rank is not None:
+            if child.attempt != attempt or child.rank is None:
+                continue
+            if number is signal.SIGKILL:
+                _kill(pid, child)
+            elif number is signal.SIGTERM:
+                _ask(pid, child, number)
+            else:
                 _signal_session(pid, number)
 
     def end_attempt(self) -> None:
         """Kill all processes, and start none that waits. The zygote and the ranks' memory files stay."""
         self._waiting.clear()
-        for pid in self._children:
-            _signal_session(pid, signal.SIGKILL)
+        for pid, child in self._children.items():
+            _kill(pid, child)
 
     def end_all(self) -> None:
         """Kill all processes, and the zygote."""
@@ -307,10 +332,31 @@ class Processes:
         if self._zygote is not None:
             self._zygote.end()
 
-    def note_end(self, pid: int, status: int, helpers: Collection[int]) -> None:
-        """Take the wait status of a process, and report its end. ``helpers`` are no strays."""
-        child = self._children.pop(pid)
-        _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
+    def note_end(self, pid: int, status: int) -> None:
+        """Take the wait status of a process. It is reported when those of its session that were asked to end have."""
+        child = self._children[pid]
+        child.code = os.waitstatus_to_exitcode(status)
+        # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
+        child.no_memory = child.code == -signal.SIGKILL and node_memory.oom_kills() > child.ooms
+        if child.rank is not None and child.code == -signal.SIGTERM:  # perhaps sent to all by Slurm
+            child.asked |= receivers(pid, signal.SIGTERM)
+        self.end_asked()
+
+    def end_asked(self) -> None:
+        """Report the ranks of which all processes have ended that were asked to. What else they have left is killed."""
+        for pid, child in list(self._children.items()):
+            if child.code is None or any_lives(child.asked):
+                continue
+            now = time.monotonic()
+            child.end_by = min(child.end_by, now + (REST_S if child.asked - {pid} else 0.0))
+            if now >= child.end_by or not _is_there(pid):
+                self._end(pid, child)
+
+    def _end(self, pid: int, child: _Child) -> None:
+        """Report the end of a process, and kill what it has left in its session."""
+        del self._children[pid]
+        assert child.code is not None
+        _kill(pid, child)
         # Take the last that it has written; a process that it has left behind may hold the other end.
         if child.stdout is not None:
             os.set_blocking(child.stdout, False)
@@ -321,13 +367,22 @@ class Processes:
                 child.close_output(self._selector)
         if child.stdin is not None:
             os.close(child.stdin)
-        # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
-        code = os.waitstatus_to_exitcode(status)
-        no_memory = code == -signal.SIGKILL and node_memory.oom_kills() > child.ooms
-        self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
-        # Once no process of an attempt is left, all other children are strays.
-        if not self._children:
-            _end_strays({*helpers, *([self._zygote.pid] if self._zygote else [])})
+        self._send_ended(child.attempt, child.rank, child.code, no_memory=child.no_memory)
+
+    def end_strays(self, helpers: Collection[int]) -> bool:
+        """Kill what ranks have left in sessions of their own, once none lives. Return whether anything lives.
+
+        A process is the agent's child when its parent has ended, and what a killed one has started is when it is
+        reaped.
+        """
+        own = {*helpers, *([self._zygote.pid] if self._zygote else [])}
+        strays = list[int]()
+        with contextlib.suppress(OSError):
+            children = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+            strays = [pid for pid in children if pid not in own]
+        for pid in [] if self._children else strays:
+            os.kill(pid, signal.SIGKILL)
+        return bool(strays)
 
     def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
@@ -362,12 +417,34 @@ def _make_pipes(child: _Child, files: list[str], theirs: list[int]) -> None:
     files[:2] = [f"/proc/{os.getpid()}/fd/{file}" for file in theirs]
 
 
-def _end_strays(own: Collection[int]) -> None:
-    """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
-    with contextlib.suppress(OSError):
-        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-            if pid not in own:
-                os.kill(pid, signal.SIGKILL)
+def _ask(pid: int, child: _Child, number: signal.Signals) -> None:
+    """Send a rank a signal. It gets only one SIGTERM: a second one ends some scripts at once."""
+    if number is signal.SIGTERM and (child.asked or child.code is not None):
+        return
+    found = receivers(pid, number) or {pid}
+    if number is signal.SIGTERM:
+        child.asked = found
+    for each in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(each, number)
+
+
+def _kill(pid: int, child: _Child) -> None:
+    """Kill the session of a process, and what else was asked to end with it."""
+    if child.code is None or _is_there(pid):  # else the number may be another process's by now
+        _signal_session(pid, signal.SIGKILL)
+    for each in child.asked - {pid}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _is_there(leader: int) -> bool:
+    """True if the group of a leader that has ended has a process."""
+    try:
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:

@@ -24,6 +24,7 @@ from toolkit.nodes.start.launcher import (
     LaunchFailed,
     RanksExited,
     RanksFinished,
+    RanksSignalled,
     RunningRanks,
     Store,
     signal_name,
@@ -210,7 +211,7 @@ class AgentLauncher(AgentUser):
     # ------------------------------------------------------------------------------------------ for the supervisor
 
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
-        self._is_warm = self._is_forked(command)
+        self._is_warm, self._events = self._is_forked(command), events
         self._return_by = time.monotonic() + RETURN_WITHIN_S
         self.agents.open(environ, events, self, again=True)
 
@@ -343,6 +344,8 @@ class AgentLauncher(AgentUser):
         if message["is"] == "imported":
             self.agents.ready[host, "imported"] = time.time()
             self.agents.has_torch[host] = message["has_torch"]
+        if message["is"] == "signalled" and host == self._allocation.hosts[0]:
+            self._events.put(RanksSignalled())
         if message["is"] not in ("output", "ended", "not_started"):
             return  # it is not about a process
         store, ranks = self._store, self._ranks

@@ -78,14 +78,10 @@ def stop(sweep: SweepDir, standings: Sequence[PointStanding], slurm: SlurmComman
             slurm.cancel_waiting(sorted({*map(base_id, waiting_jobs)}))
             # A job may have started before it could be cancelled.
             answers |= _ask({each.point.id: jobs.get(each.point.id, []) for each in waiting}, slurm)
-        signalled = []
         for each in (*working, *waiting):
-            running = {job: status for job, status in answers.get(each.point.id, {}).items() if _is_running(status)}
-            if running:  # perhaps so recently that it has not made its run yet
+            if any(map(_is_running, answers.get(each.point.id, {}).values())):
+                # Perhaps so recently that it has not made its run yet.
                 stop_request.ask(sweep.make_run(each.point, time.time()), Intent.STOP)
-            signalled += [job for job, status in running.items() if not status.is_suspended]
-        if signalled:
-            slurm.signal_batch(signalled, "USR1")
     for each in waiting:
         if all(status.is_over for status in answers.get(each.point.id, {}).values()):
             has_job = bool(jobs.get(each.point.id))

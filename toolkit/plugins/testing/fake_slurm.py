@@ -159,11 +159,6 @@ class FakeSlurm(_FakeJobs):
             if phase(row.state) is Phase.PENDING:
                 self._cancel(row)
 
-    def signal_batch(self, job_ids: Sequence[str], signal: str) -> None:
-        self._contact()
-        for job_id in filter(self._find, job_ids):
-            self.cancel(job_id, signal=signal, batch=True)
-
     def find_step(self, job_id: str, name: str) -> str | None:
         self._contact()
         names = self._steps.get(self._one(job_id).job_id, [])

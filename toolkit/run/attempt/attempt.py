@@ -46,6 +46,7 @@ class Attempt:
     vacated_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
     kill_at: float | None = None
     killed: bool = False
+    killed_after_s: float | None = None  #: how long after they were asked to stop
     exit_code: int | None = None
     ended: float = 0.0
     step_saved: int | None = None  #: the newest checkpoint at its end
@@ -125,8 +126,15 @@ class Attempt:
             soon = time.monotonic() + wait_s
             self.kill_at = min(self.kill_at or soon, soon)
 
+    def spare_for(self, wait_s: float) -> None:
+        """Have the ranks killed in ``wait_s``, and no earlier: each of a script's ranks may be saving."""
+        if not self.killed:
+            self.kill_at = time.monotonic() + wait_s
+
     def note_killed(self, again_at: float) -> None:
         """Note that all ranks got SIGKILL, and when those that are left are to get it again."""
+        if not self.killed and self.stop_asked is not None:
+            self.killed_after_s = time.time() - self.stop_asked
         self.kill_at, self.killed = again_at, True
 
     def end_for_hang(self, hang: RankFailure) -> None:

@@ -108,6 +108,7 @@ class Facts:
     failures: tuple[RankFailure, ...] = ()
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
+    killed_after_s: float | None = None  #: the ranks that were asked to stop got SIGKILL so much later
     stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
     vacated_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
     slurm: JobFate = JobFate.ABSENT

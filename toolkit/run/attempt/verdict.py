@@ -61,7 +61,8 @@ def judge(facts: Facts) -> Verdict:
         return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
         # Nothing starts a script again that was stopped.
-        kept = "" if facts.is_foreign and not facts.stopped_cleanly else f"; {_kept(facts)}"
+        is_known = not facts.is_foreign or facts.stopped_cleanly or facts.killed_after_s is not None
+        kept = f"; {_kept(facts)}" if is_known else ""
         return Verdict(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}{kept}")
     if facts.stop is Stop.HALVING and facts.stopped_cleanly:
         return Verdict(Cause.STOPPED, Decision.FINISH, f"{facts.stop_note or HALVED}; {_kept(facts)}")
@@ -243,6 +244,10 @@ def _at(facts: Facts) -> str:
 
 
 def _kept(facts: Facts) -> str:
+    if facts.is_foreign and facts.killed_after_s is not None:
+        words = f"killed {facts.killed_after_s:.0f} s after SIGTERM: what it was saving may be incomplete"
+        is_reserved = facts.stop in (Stop.USER, Stop.CLOCK)
+        return f"{words} (cluster.signal_delay_s gives it more time)" if is_reserved else words
     if facts.is_foreign:  # its checkpoints are not known
         return "by its exit code it has saved" if facts.stopped_cleanly else "the script is started again"
     if facts.stopped_cleanly and facts.step_end == 0:

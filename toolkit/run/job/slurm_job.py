@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -179,6 +180,11 @@ class SlurmJob:
         self._has_its_signal = True
         log.info("%s: Slurm's word that the limit is %d s away, or up to a minute more", number.name, delay_s)
         return True
+
+    def left_s(self) -> float:
+        """Return the seconds until Slurm ends the job, by its present answer; infinity where that is not known."""
+        self.row = self.show() or self.row
+        return math.inf if self.row is None or self.row.end_time is None else self.row.end_time - self._slurms_time()
 
     def is_nearly_over(self, save_s: float, early_s: float = 0.0) -> bool:
         """True if the job must stop for its time limit within ``early_s``. A save takes ``save_s``."""

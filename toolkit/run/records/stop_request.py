@@ -31,10 +31,7 @@ class Request(FileRecord):
 
 
 def ask(run: RunDir, intent: Intent) -> None:
-    """Record the request; a stop does not replace a cancel.
-
-    The supervisor must be signalled, too: it looks for requests by itself only where its job was suspended.
-    """
+    """Record the request; a stop does not replace a cancel. The supervisor looks for it."""
     if intent is Intent.STOP and asked(run) is Intent.CANCEL:
         return
     fsio.write_json(run.path / "intent.json", Request(intent, time.time()).to_file())

@@ -262,10 +262,8 @@ class Run(SubmittedRun):
             # A job that still waits has nothing to save, so also a stop cancels it.
             if what is Intent.CANCEL or ownership.waits(status):
                 slurm.cancel(job)
-            elif status.is_suspended:  # its supervisor looks for the request when Slurm lets it go on
+            elif status.is_suspended:
                 log.warning("Slurm has suspended job %s: the run stops when Slurm resumes it", job)
-            elif not status.is_over and status.state != "COMPLETING":
-                slurm.cancel(job, signal="USR1", batch=True)
         left = [status for status in answers.values() if status is not None and not status.is_over]
         if any(status.state == "COMPLETING" for status in left):
             return None

@@ -34,12 +34,13 @@ from toolkit.nodes.start.launcher import (
     Progress,
     RanksExited,
     RanksFinished,
+    RanksSignalled,
     RunningRanks,
     Store,
 )
 from toolkit.nodes.start.store import StoreHostEnded
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import RankFailure
+from toolkit.run.attempt.facts import RankFailure, Stop
 from toolkit.run.records import user_request
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.records.user_request import Answer, Wish
@@ -57,8 +58,6 @@ STATUS_EVERY_S = 0.5
 KILL_AGAIN_S = 10.0
 #: A rank that has not ended this long after a SIGKILL waits in the kernel, for a disk or a driver, perhaps for ever.
 UNKILLABLE_S = 60.0
-#: A supervisor that is so late was suspended with its job. No signal has told it of a user's request meanwhile.
-ASLEEP_S = 3.0
 #: Ranks that got SIGKILL are gone after this time.
 DYING_S = 1.0
 
@@ -135,8 +134,6 @@ class AttemptLoop:
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._ranks.abandon()
             if now >= next_status:
-                if now - next_status > ASLEEP_S:
-                    self.stops.look_for_request()
                 self._do_periodic_work()
                 next_status = now + STATUS_EVERY_S
             # Wait for the next event, but no longer than until the next status or kill.
@@ -219,6 +216,8 @@ class AttemptLoop:
             case NodeAnswered(host, {"addresses": addresses}):
                 for address in addresses:
                     note_cut_link(self._context, attempt, host, address)
+            case RanksSignalled():
+                self.stops.take_ranks_signal()
             case Signalled(number):
                 self.stops.take_signal(number)
             # An error in another thread ends the supervisor.
@@ -275,9 +274,9 @@ class AttemptLoop:
         if attempt.killed and not any(failure.how == how for failure in attempt.failures):
             return  # the kill came before the launch
         log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
-        # What Slurm refuses for the job's request is no node's fault, and would be refused again.
+        # What Slurm refuses is no node's fault, and would be refused again.
         if failed.is_refused:
-            words = f"Slurm refuses the step that starts the ranks: {failed.why}; ask for other nodes or GPUs"
+            words = f"Slurm refuses the step that starts the ranks: {failed.why}; {failed.advice}"
             attempt.fail(RankFailure(None, "", words, time.time(), comes_again=True))
             self._kill_soon(ERROR_REPORTS_S)
             return
@@ -288,7 +287,12 @@ class AttemptLoop:
         self._kill_soon(ERROR_REPORTS_S)
 
     def _kill_soon(self, wait_s: float) -> None:
-        """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""
+        """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come.
+
+        Those of a script that was asked to stop may be saving.
+        """
+        if self._context.is_foreign and self._attempt.stop not in (None, Stop.MOVE):
+            return
         if self._attempt.kill_at is None and self._context.agents is not None:
             self._context.agents.ask_for_unanswered()
         self._attempt.kill_within(wait_s)

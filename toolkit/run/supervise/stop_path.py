@@ -23,7 +23,7 @@ from toolkit.run.supervise.context import Context
 VERDICT_S = 5.0
 #: From the request to stop until the ranks are killed. They exit by themselves after FORCE_AFTER_S of ranks/session.py.
 STOP_LIMIT_S = 150.0
-#: A foreign script gets this long after SIGTERM.
+#: A foreign script gets this long after SIGTERM at least, where Slurm leaves that.
 FOREIGN_STOP_LIMIT_S = 30.0
 
 log = logs.get(__name__)
@@ -31,7 +31,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Signalled:
-    """The event that this process has received a signal."""
+    """The event that this process has received a signal, or has found a user's request (SIGUSR1)."""
 
     number: signal.Signals
 
@@ -87,8 +87,11 @@ class StopPath:
         #: When to ask whether Slurm is ending the job: it would kill this process, too.
         self._ask_slurm_at: float | None = None
 
-    def ask(self, stop: Stop, note: str = "") -> None:
-        """Ask the ranks to stop, see `Attempt.ask_to_stop`. ``note`` is what the verdict is to say of it."""
+    def ask(self, stop: Stop, note: str = "", *, have_signal: bool = False) -> None:
+        """Ask the ranks to stop, see `Attempt.ask_to_stop`. ``note`` is what the verdict is to say of it.
+
+        ``have_signal``: they have SIGTERM already.
+        """
         attempt, context = self._attempt, self._context
         # Without Slurm a cancel kills at once.
         if stop is Stop.CANCEL and context.allocation.job_id is None:
@@ -98,32 +101,55 @@ class StopPath:
         context.journal.set_status(RunState.STOPPING, attempt)  # now: if we are killed before the end, this tells why
         if attempt.exit_code is not None:  # the ranks and the store have ended; the verdict still needs the stop
             return
-        limit_s = STOP_LIMIT_S
-        # A foreign script knows no agreement: it gets a signal.
-        if context.is_foreign:
-            self._ranks.kill(signal.SIGTERM)
-            limit_s = FOREIGN_STOP_LIMIT_S
-        else:
+        # A foreign script knows no agreement: it gets a signal, and what time there is.
+        if not context.is_foreign:
             self._store.propose("stop", by=f"the supervisor ({stop})")
-        if stop is not Stop.MOVE:  # a move has time for the longest save; a hang is noticed as in training
-            attempt.kill_within(limit_s)
+        elif not have_signal:
+            self._ranks.kill(signal.SIGTERM)
+        if stop is Stop.MOVE:  # it has time for the longest save; a hang is noticed as in training
+            return
+        if context.is_foreign and stop is not Stop.CANCEL:
+            attempt.spare_for(self._left_s(stop))
+        else:
+            attempt.kill_within(STOP_LIMIT_S)
+
+    def _left_s(self, stop: Stop) -> float:
+        """Return how long a script may take to save.
+
+        Before a limit, and when Slurm ends the job, that is all the time until then. Otherwise it is what the config
+        reserves for the last save before a limit.
+        """
+        job, reserved_s = self._context.job, self._context.config.cluster.signal_delay_s
+        left_s = job.left_s() - VERDICT_S
+        if job.is_ending():
+            return max(left_s, self._until_kill_s())
+        return left_s if stop is Stop.CLOCK else min(left_s, max(reserved_s, FOREIGN_STOP_LIMIT_S))
+
+    def _until_kill_s(self) -> float:
+        """Return the seconds from Slurm's SIGTERM until its SIGKILL, less the time that the verdict takes."""
+        wait_s = self._context.job.settings.kill_wait_s
+        return max(wait_s / 2, wait_s - VERDICT_S)
+
+    def take_ranks_signal(self) -> None:
+        """Stop because the ranks of a script have got SIGTERM, if Slurm ends the job.
+
+        A preemption with grace time tells the ranks alone. The toolkit's own ranks agree by themselves. What somebody
+        else has signalled by scancel is between them and the script.
+        """
+        if self._context.is_foreign and self._attempt.stop is None and not self._context.job.state().is_left_alone:
+            log.warning("Slurm ends the job, and has sent the ranks SIGTERM")
+            self.ask(why_stop(self._context, signal.SIGTERM), have_signal=True)
 
     def take_signal(self, number: signal.Signals) -> None:
         """Stop for a signal to this process. The one by which Slurm announces the time limit is ignored."""
         context = self._context
         if is_slurms_signal(context, number):
             return
-        log.warning("%s: asking the ranks to stop", number.name)
+        if self._attempt.stop is None:
+            log.warning("%s: asking the ranks to stop", "a user's request" if context.asked() else number.name)
         if number is signal.SIGTERM and context.job.slurm is not None:
-            wait_s = context.job.settings.kill_wait_s
-            self._ask_slurm_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
+            self._ask_slurm_at = time.monotonic() + self._until_kill_s()
         self.ask(why_stop(context, number))
-
-    def look_for_request(self) -> None:
-        """Stop if a user has asked for it without a signal: Slurm sends a suspended job none."""
-        if self._attempt.stop is None and self._context.asked():
-            log.warning("a stop was asked for while the job was suspended: asking the ranks to stop")
-            self.ask(why_stop(self._context, signal.SIGUSR1))
 
     def watch_the_clock(self) -> None:
         """Stop in time before the limit, without any signal configured."""

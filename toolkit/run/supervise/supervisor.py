@@ -7,7 +7,9 @@ supervisor imports no torch, so it is up in a fraction of a second.
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import Collection
 from typing import Protocol
@@ -24,6 +26,7 @@ from toolkit.nodes.start.launcher import Events, Launcher
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
+from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.supervise.attempt_loop import run_attempt
 from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run
@@ -37,6 +40,8 @@ from toolkit.slurm.container import Container
 #: Pause before a restart after an attempt that made no step. It doubles after each further one, up to the second value.
 #: A file system that is away for some seconds must not use up all restarts, which take only a second each.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+REQUEST_EVERY_S = 0.5
 
 log = logs.get(__name__)
 
@@ -73,6 +78,7 @@ class Supervisor:
     ) -> None:
         self._run, self._config, self._allocation = run, config, allocation
         self._launcher, self._agents, self._token = launcher, agents, token
+        self._is_over = threading.Event()
         self._attempts_without_step = 0  #: attempts in a row that made no step
         self._context = context = Context(run, config, allocation, slurm, agents, container)
         self._events, self._journal, self._nodes = context.events, context.journal, context.nodes
@@ -94,6 +100,7 @@ class Supervisor:
         try:
             verdict = self._start(earlier_death)
         finally:
+            self._is_over.set()
             if self._agents is not None:
                 self._agents.close()
             if beside is not None:
@@ -128,6 +135,7 @@ class Supervisor:
             ended = registry.needed("wait_for_other_runs", self._run.after_path.name)(self._context)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
+        threading.Thread(target=self._watch_for_request, daemon=True).start()
         # The agents import torch while this process does the rest.
         plan = self._nodes.plan()
         parts = (self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
@@ -140,6 +148,17 @@ class Supervisor:
         plan = self._nodes.plan()  # without nodes that are bad
         preparation.ask("wait", () if plan is None else plan.hosts, self._events)
         return self._run_attempts()
+
+    def _watch_for_request(self) -> None:
+        """Look for a user's request to end, and put it into the queue as a signal would be.
+
+        No signal is sent: the process that Slurm could signal may be a batch script's shell, which would die of it.
+        """
+        while not self._is_over.wait(REQUEST_EVERY_S):
+            with contextlib.suppress(OSError):  # a file server may be away
+                if stop_request.asked(self._run, []) is not None:
+                    self._events.put(Signalled(signal.SIGUSR1))
+                    return
 
     # -------------------------------------------------------------------------------------------------- the attempts
 
