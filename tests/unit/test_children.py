@@ -103,7 +103,12 @@ WAYS = (
 @pytest.mark.parametrize("how", [*WAYS, "popen", "shell", "script", "session"])
 def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: str, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    env = {**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {
+        **os.environ,
+        "TOOLKIT_SUPERVISED": "1",
+        "TOOLKIT_SIGNALS_ALL": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     # Into files: what a shell has started outlives it, and would hold a pipe open.
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         rank = subprocess.Popen(
@@ -116,6 +121,51 @@ def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: st
             os.killpg(rank.pid, signal.SIGKILL)
     assert (tmp_path / "out").read_text() == "survived\n", (tmp_path / "err").read_text()
     assert code == 0
+
+
+#: Starts a child where Slurm signals the rank alone, and ends it by ``os.kill``.
+ALONE = """
+import os, signal, subprocess, sys, time
+
+def masks(pid):
+    status = open(f"/proc/{pid}/status").read()
+    return {int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))}
+
+if __name__ == "__main__":
+    from toolkit.base import signals
+    from rank import alive, child_of
+
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(9))
+    before = masks(os.getpid())
+    signals.install()
+    pid, child = child_of(sys.argv[1])
+    if sys.argv[1] not in ("fork", "os.fork", "loader-fork"):
+        assert not any(mask >> number - 1 & 1 for mask in masks(pid) - before for number in signals.STOP_SIGNALS)
+    os.kill(pid, signal.SIGTERM)
+    while alive(pid):  # a fork may not have its own handlers yet
+        time.sleep(0.01)
+    if sys.argv[1] == "os.fork":
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        again, _ = child_of("os.fork")
+        os.kill(again, signal.SIGUSR2)  # the handler that a script had set before
+        assert os.waitstatus_to_exitcode(os.waitpid(again, 0)[1]) == 9
+    print("ended")
+    os._exit(0)
+"""
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    "how", ["fork", "spawn", "loader-fork", "os.fork", "system", "spawnp", "popen", "shell", "session"]
+)
+def test_where_slurm_signals_ranks_alone_a_child_ends_by_any_signal_of_its_rank(how: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "alone.py").write_text(ALONE)
+    env = {**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "alone.py", how], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * 60
+    )
+    assert done.stdout == "ended\n", done.stderr
 
 
 #: Starts a child that may hear the signal, and that ignores further ones while it cleans up.

@@ -4,9 +4,11 @@ Slurm, a site or a person sends them. A handler runs between any two instruction
 or takes a lock, it hangs or corrupts what it interrupted. So this one only notes the signal and passes the request on
 to something reentrant.
 
-Slurm sends them to every process of a job, also to data workers, and to programs that a data set has started. Their
-death would end the step that the ranks are to save. So a rank's children have these signals blocked. Both fork and exec
-inherit that, and a library that installs a handler in its worker, as torch's DataLoader does, does not change it.
+A rank's children have the handlers that they would have without this one, and their parent may end them by any signal.
+Elsewhere Slurm sends the signals to every process of a job (``ProctrackType=proctrack/linuxproc``), or a launcher sends
+them to a rank's group. The death of a data worker would end the step that the ranks are to save. There a rank's
+children have these signals blocked. Both fork and exec inherit that, and a library that installs a handler in its
+worker, as torch's DataLoader does, does not change it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 #: With what a terminal sends. Under a supervisor that asks for a stop, too; elsewhere it ends the program.
 END_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
+
+
+#: A variable of ranks with a supervisor: 1 where Slurm sends its signals also to their children.
+ALL_VARIABLE = "TOOLKIT_SIGNALS_ALL"
 
 
 class StopSignals:
@@ -76,7 +82,10 @@ def install() -> StopSignals:
         for number in _taken():
             handler.replace(signal.getsignal(number), number)
             signal.signal(number, handler)
-        _keep_from_children()
+        if os.environ.get("TOOLKIT_SUPERVISED") == "1" and os.environ.get(ALL_VARIABLE) != "1":
+            _restore_in_forks()
+        else:
+            _keep_from_children()
     return handler
 
 
@@ -118,6 +127,29 @@ def kept_from_children(numbers: Collection[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def _restore_in_forks() -> None:
+    """Have each fork of this process handle the stop signals as it would without a :class:`StopSignals` here."""
+    own = threading.local()  # the mask of the thread that forks
+
+    def before_fork() -> None:
+        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
+
+    def in_child() -> None:
+        for number in END_SIGNALS:
+            handler = signal.getsignal(number)
+            if isinstance(handler, StopSignals):
+                default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, handler.earlier.get(number, default))
+        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a child's signals for its own
+        in_parent()
+
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
 
 
 @functools.cache

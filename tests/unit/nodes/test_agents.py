@@ -180,6 +180,19 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     site.close()
 
 
+def test_daemons_of_a_rank_end_with_their_agent(tmp_path: Path) -> None:
+    """Also one that another daemon has started, which becomes the agent's child only by the death of that."""
+    note = tmp_path / "pid"
+    site = Site(tmp_path)
+    daemon = f"setsid sh -c 'trap \"\" TERM; (echo $$ > {note}; exec sleep 600)'"
+    site.start('(setsid sh -c "$DAEMON & sleep 600" &); exec sleep 600', DAEMON=daemon)
+    await_true(lambda: note.exists() and note.read_text().endswith("\n"))
+    assert len(processes_with(str(tmp_path))) > 3
+    site.agents.close()
+    await_true(lambda: processes_with(str(tmp_path)) == {})
+    site.endpoint.listening.close()
+
+
 #: Saves when it is told to end, in the time that the test gives it, and prints meanwhile. It counts the signals.
 SAVES = """
 import os, signal, sys, time

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from toolkit import registry
-from toolkit.base import logs, staged
+from toolkit.base import logs, signals, staged
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage
@@ -142,6 +142,8 @@ class Context:
                 "PYTHONUNBUFFERED": "1",
             }
         )
+        if self.job.slurm is not None and self.job.settings.signals_all:
+            environ[signals.ALL_VARIABLE] = "1"
         environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
         environ.update(stacks.debug_environment(self.run.attempt_logs(attempt), environ))
         # a process that is forked for a foreign script must have been started with the script's own import path
