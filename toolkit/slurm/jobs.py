@@ -119,17 +119,17 @@ def parse_jobs(text: str) -> list[JobRow]:
 
 
 def parse_drained(text: str) -> dict[str, str]:
-    """Return the drained or draining nodes in ``scontrol show node``'s output, each with the reason.
+    """Return the nodes that Slurm gives no new job, in ``scontrol show node``'s output, each with the reason.
 
-    A state is ``MIXED+DRAIN``, with ``*`` behind a part if the node does not answer. The reason ends with who gave it
-    and when: ``new fan [root@1795417311]``.
+    They are drained, draining, failed or failing. A state is ``MIXED+DRAIN``, with ``*`` behind a part if the node does
+    not answer. The reason ends with who gave it and when: ``new fan [root@1795417311]``.
     """
     found = {}
     for record in re.split(r"\n(?=NodeName=)", text):
         name = re.match(r"NodeName=(\S+)", record)
         state = re.search(r"^ +State=(\S+)", record, re.MULTILINE)
         reason = re.search(r"^ +Reason=(.*?)(?: \[([^\s@]+)@\S+\])?$", record, re.MULTILINE)
-        if name and state and "DRAIN" in re.split(r"\W", state[1]):
+        if name and state and not {"DRAIN", "FAIL", "FAILING"}.isdisjoint(re.split(r"\W", state[1])):
             found[name[1]] = "no reason given" if reason is None else " by ".join(filter(None, reason.groups()))
     return found
 

@@ -163,10 +163,11 @@ def test_what_is_wrong_with_every_node_is_no_nodes_fault_and_counted_so_in_the_h
     assert rest == ["every node: bad: only 2 of the 4 CPUs"]
 
 
-def test_of_a_single_node_its_own_faults_are_bad_but_a_full_run_folder_is_not(tmp_path: Path) -> None:
-    words = [bad("temp space", "/tmp is full"), bad("run folder space", "runs is full")]
+def test_of_a_single_node_its_own_faults_are_bad_but_those_of_request_and_run_folder_are_not(tmp_path: Path) -> None:
+    words = [bad("temp space", "/tmp is full"), bad("run folder space", "runs is full"), bad("cpus", "2 of 4")]
     report = examined(tmp_path, {"node1": sick(*words)}, HOSTS[:1])
-    assert (report.bad, report.common) == ({"node1": "/tmp is full"}, ("runs is full",))
+    assert report.bad == {"node1": "/tmp is full"}
+    assert {*report.common} == {"runs is full", "2 of 4"}
 
 
 def test_equal_lines_are_one_line_with_all_its_nodes(tmp_path: Path) -> None:
@@ -283,8 +284,8 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     assert reads == [], "a look at each node's file takes seconds on a file server: one listing tells"
 
 
-def test_nodes_of_another_component_may_have_another_network_and_fewer_cpus(tmp_path: Path) -> None:
-    few = bad("cpus", "only 2 of the 4 CPUs that the ranks need are usable")
+def test_nodes_of_another_component_may_have_another_network_and_less_room(tmp_path: Path) -> None:
+    few = bad("temp space", "/tmp is full")
     plays = {host: Play((Finding("infiniband", "ok", "4", "", 4.0),)) for host in ("node1", "node2")}
     plays |= {"node3": Play((few,)), "node4": Play((few,))}
     events: SimpleQueue[Any] = SimpleQueue()

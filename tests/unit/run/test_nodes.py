@@ -75,7 +75,7 @@ def test_a_node_that_ends_two_attempts_is_replaced(run: RunDir) -> None:
 def test_a_suspected_node_that_nothing_can_replace_is_used_on_but_remembered(run: RunDir) -> None:
     of = pool(run, spare=0)
     of.suspect("a", 2)
-    assert hosts(of) == ("b", "c", "d", "a")
+    assert hosts(of) == ("a", "b", "c", "d")
     assert list(of.bad) == list(nodes.remembered(run)) == ["a"]
 
 
@@ -184,6 +184,17 @@ def test_without_a_good_spare_no_node_is_left(run: RunDir, what: str) -> None:
     of.note(sick=sick, drained=drained)
     assert leaving(of, "abcd" if what == "none" else "abc", "d" if what == "silent" else "") == {}
     assert of.ailing["b"].why == "hot"
+
+
+def test_a_doubtful_spare_is_better_than_a_drained_node_and_no_spare_keeps_all_in_their_places(run: RunDir) -> None:
+    of = pool(run)
+    of.doubt({"d": "was slow", "b": "was slow"})
+    assert hosts(of) == ("a", "b", "c")
+    of.note(sick={}, drained={"b": "new fan"})
+    assert leaving(of) == {"b": "drained: new fan"}
+    of = pool(run, spare=0)
+    of.doubt({"a": "was slow"})
+    assert hosts(of) == ("a", "b", "c", "d")
 
 
 def test_no_more_nodes_are_left_than_there_are_spares(run: RunDir) -> None:

@@ -191,6 +191,8 @@ def test_drained_nodes_are_found_with_their_reasons_whatever_else_is_in_the_line
         "node5": "State=IDLE [or so by alice",
     }
     assert parse_drained("") == {}
+    failing = "NodeName=node1 Arch=x86_64\n   State=MIXED+FAIL* ThreadsPerCore=1\n   Reason=new fan [root@1795417311]\n"
+    assert parse_drained(failing) == {"node1": "new fan by root"}
 
 
 def test_all_nodes_are_asked_for_at_once_and_given_back_at_once(stubs: Stubs) -> None:

@@ -102,7 +102,8 @@ class Nodes:
         # Spares take the places of the nodes that leave.
         goes_on = self._count(chosen) == self._count(self._placed)
         places = self._placed if goes_on else self._wanted
-        stays = {*chosen} & placed if goes_on else set[str]()
+        # Where no spare steps in, ranks keep the job's order: a component's stay together, and near nodes near.
+        stays = {*chosen} & {*places} if goes_on or {*chosen} == {*places} else set[str]()
         others = {shape: deque[str]() for shape in self._shapes.values()}
         for host in chosen:
             if host not in stays:
@@ -156,13 +157,14 @@ class Nodes:
                 log.warning("node %s: %s", host, ailing.why)
 
     def to_leave(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
-        """Return the faulty nodes at work that good spares can replace, each with its fault.
+        """Return the faulty nodes at work that spares without a fault can replace, each with its fault.
 
         ``heard`` are the nodes with live agents. A drained batch host is not given up: the job keeps it to its end,
         with or without ranks.
         """
         spares = ({*self._usable()} & {*heard}).difference(at_work)
-        good = self._count(host for host in spares if not self._is_suspicious(host))
+        # A doubtful one is better than one that Slurm takes away, or that is sick.
+        good = self._count(host for host in spares if host not in self._bad and host not in self._ailing)
         in_use, leaving = self.ailing, dict[str, BadNode]()
         for host in at_work:
             ailing = in_use.get(host)

@@ -20,8 +20,9 @@ BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
 #: A node whose core or memory is slower than this share of the median is slow. Nodes of one kind differ by some
 #: percent, and other jobs on them make a difference of a quarter.
 SLOW_SHARE = 0.6
-#: Checks that say nothing about a single node: the result is the same on the next.
-NOT_THE_NODES = frozenset({"run folder space"})
+#: Checks that say nothing about a single node: the result is the same on the next. More ranks than CPUs is a request's
+#: fault; another node would be as bad.
+NOT_THE_NODES = frozenset({"cpus", "run folder space"})
 
 
 @dataclass(frozen=True)
