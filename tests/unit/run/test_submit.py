@@ -21,6 +21,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
+from toolkit.run.prepare import snapshot
 from toolkit.run.submission import executors, handle, sbatch, submit
 from toolkit.run.submission import resume as resume_module
 from toolkit.run.submission.handle import Run, attach
@@ -291,6 +292,40 @@ def test_a_job_whose_sources_would_not_be_copied_is_refused(project: Path, tmp_p
     """An editable install may provide it. Edits of the checkout would then reach the waiting job."""
     with pytest.raises(RequestError, match=r"jobs.classify is .*classify.py, and the sources that a run copies are"):
         submit.dry_run("own.yaml", ["job=jobs.classify", "data.name=digits"], executor="local")
+
+
+EDITABLE = """
+import sys
+from importlib.machinery import PathFinder
+from toolkit.run.rank import main
+
+class Finder:  # as an editable installation of a flat layout has it
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [{live!r}]) if name == "flat" else None
+
+sys.path.append({live!r} + "/src")
+sys.meta_path.append(Finder)
+main._import_from_copy()
+import flat, mine
+print(flat.__file__, mine.__file__, sep="\\n")
+"""
+
+
+def test_a_loop_imports_the_copy_of_a_package_that_is_installed_as_editable(tmp_path: Path) -> None:
+    live = tmp_path / "project"
+    for file in ("src/mine/__init__.py", "flat/__init__.py", "train.py"):
+        (live / file).parent.mkdir(parents=True, exist_ok=True)
+        (live / file).touch()
+    run = RunDir(tmp_path / "runs/a/1")
+    run.path.mkdir(parents=True)
+    snapshot.take_first(live, run.path)
+    (live / "src/mine/__init__.py").write_text("raise SystemExit('edited since')")
+    environ = {**os.environ, rundir.RUN_DIR_VARIABLE: str(run.path)}
+    code = EDITABLE.format(live=str(live))
+    told = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    files = [run.code / "flat/__init__.py", run.code / "src/mine/__init__.py"]
+    assert told.stdout.split() == [str(file) for file in files]
 
 
 def test_a_plain_script_can_be_tried_without_being_sent(project: Path) -> None:

@@ -28,6 +28,7 @@ from toolkit.config import JobConfig
 from toolkit.files import error_file, rundir
 from toolkit.files.run_files import OwnerRecord, RunState
 from toolkit.hang import stacks
+from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import new_run
 from toolkit.run.rank import script_end
 from toolkit.run.rank.user_job import job_class, load, params_of
@@ -99,6 +100,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
             # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
             path = configs.job_source(config.job, _project())
             is_script = config.job.endswith(".py")
+            _import_from_copy()
             sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
             sys.argv = [str(path), *configs.command_line(config)]
             fsio.restore_umask()
@@ -127,6 +129,19 @@ def _note(place: Placement) -> None:
     logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
     for note in place.notes:
         log.warning("%s", note)
+
+
+def _import_from_copy() -> None:
+    """Have modules of the project come from the run's copy, though an editable installation names the live folders.
+
+    Its folders on the path become the copy's. Its finders come after the path, so the copy is also the path's end.
+    """
+    copy = _project()
+    if (live := snapshot.project_of(copy)) is None:
+        return
+    copies = {entry: copy / Path(entry).relative_to(live) for entry in sys.path if Path(entry).is_relative_to(live)}
+    sys.path[:] = [str(copies[entry]) if entry in copies and copies[entry].is_dir() else entry for entry in sys.path]
+    sys.path += [str(folder) for folder in (copy / "src", copy) if folder.is_dir()]
 
 
 def _project() -> Path:
