@@ -71,6 +71,7 @@ STEPS = 3000
 LONG = [
     *("train.epochs=1000", f"train.max_steps={STEPS}", "train.eval_every=2000"),
     *("optim.lr=0.1", "optim.warmup_steps=20", "checkpoint.every_steps=1000000"),
+    "cluster.tasks_per_node=3",
 ]
 
 

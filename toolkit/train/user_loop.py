@@ -62,7 +62,10 @@ def join_once(caller: str, name: str | None = None) -> JobConfig:
     ``name`` is the run's where no config names it.
     """
     if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
-        raise ConfigError(f"{caller}: called twice in one process: a run has one loop")
+        raise ConfigError(
+            f"{caller}: called twice in one process: a run has one loop. Several trainings, as the folds of a "
+            "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
+        )
     os.environ[STARTED_VARIABLE] = str(os.getpid())
     return joined(name)
 
@@ -174,7 +177,10 @@ class TrainingRun(UserSteps):
         Call it once, when all objects are made. Raises ConfigError, by name, for what cannot be saved.
         """
         if self._life is not None:
-            raise ConfigError("run.resumable: called twice; hand over everything in one call")
+            raise ConfigError(
+                "run.resumable: called twice; hand over everything in one call. Several trainings, as the folds of a "
+                "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
+            )
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
@@ -182,7 +188,9 @@ class TrainingRun(UserSteps):
         session = self._session
         self._state = UserState(objects, session.rank, session.world_size, session.device, self._window)
         self._accumulation = self._state.accumulation
-        self._resume(Checkpoints(self.config.checkpoint, self._session, self._state, {"kind": USER_LOOP}))
+        loaded = self._resume(Checkpoints(self.config.checkpoint, self._session, self._state, {"kind": USER_LOOP}))
+        if loaded is not None and session.is_main:
+            log.info("filled from the checkpoint: %s; all else in the script begins anew", ", ".join(objects))
         # Report each pass as progress, because an evaluation makes no steps.
         models = [value for value in objects.values() if isinstance(value, nn.Module) and not is_metric(bare(value))]
         for layer in chain.from_iterable(map(layers, models)):
