@@ -12,7 +12,7 @@ import pytest
 from tests.plugins.sweep.test_submission import SlurmOnDisk, killed, project, submit
 from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunResult, RunState
-from toolkit.plugins.sweep import learnt, sweep_folder
+from toolkit.plugins.sweep import axes, learnt, sweep_folder
 from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
@@ -61,6 +61,13 @@ def test_points_get_better_with_the_results_of_those_before() -> None:
     # The same call again has nothing to do, also with the results there.
     again = submit(FakeSlurm(), *AXES, optuna=60)
     assert (again.new, again.points, again.jobs) == (0, [], [])
+
+
+def test_a_small_sweep_knows_which_way_is_better() -> None:
+    axis = {"optim.lr": axes.parse("optim.lr", "log(1e-5,1e-1)")}
+    before = [learnt.Tried({"optim.lr": 10.0**-power}, is_over=True, score=float(power)) for power in (2, 3, 4, 5)]
+    less, more = (learnt.draw(axis, 8, 0, before, less_is_better=is_less) for is_less in (True, False))
+    assert less != more
 
 
 @pytest.mark.sample(2)

@@ -71,6 +71,19 @@ def test_what_cannot_be_sent_to_is_refused_before_the_queue(
     assert str(refused.value) == why
 
 
+def test_wandb_that_is_told_not_to_send_is_refused_before_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_run, "find_spec", lambda _: True)
+    for mode in ("online", "shared"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        check_places(JobConfig(trackers=["wandb"]))
+    for mode in ("offline", "disabled", "dryrun"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        with pytest.raises(
+            ConfigError, match=f"WANDB_MODE={mode} is set: unset it, or take wandb out and send them later"
+        ):
+            check_places(JobConfig(trackers=["wandb"]))
+
+
 def test_each_tracker_has_a_program_that_ends_with_a_run_that_goes_on_elsewhere(run: RunDir, python: Path) -> None:
     senders = Senders(run, JobConfig(trackers=["mlflow", "wandb:lab"]))
     wait_for(lambda: len(starts(python)) == 2, 10, "two programs")

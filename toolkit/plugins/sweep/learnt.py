@@ -63,7 +63,9 @@ def draw(
         for key, axis in axes.items()
     }
     # Points that wait or work count as bad ones: else many points of one call would be nearly the same.
-    sampler = optuna.samplers.TPESampler(seed=seed + len(before), constant_liar=True)
+    # Optuna's own first ten random points would be all of a small sweep, whichever way is better.
+    startup = max(2, min(10, count // 3))
+    sampler = optuna.samplers.TPESampler(n_startup_trials=startup, seed=seed + len(before), constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="minimize" if less_is_better else "maximize")
     seen = set[tuple[object, ...]]()
     for each in before:
