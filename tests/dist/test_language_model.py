@@ -53,7 +53,7 @@ def test_a_killed_run_has_the_same_bits_and_its_export_is_transformers_model(
 ) -> None:
     options = ["data.name=tokens", f"data.root={texts}", f"strategy.name={strategy}", *SMALL]
     at = ["--steps", "12", "--at", "7", "--seed", "1"]
-    train("resume-check", "configs/gpt_fsdp.yaml", *options, *at, "--executor", "local")
+    train("resume-check", "configs/gpt_fsdp.yaml", *options, *at, "--executor", "local", "--keep")
     out = tmp_path / "exported"
     assert main(["export", str(all_runs()[-1].path), str(out), "--format", "safetensors"]) == 0
     transformers: Any = pytest.importorskip("transformers")

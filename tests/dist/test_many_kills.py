@@ -128,8 +128,7 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_the_undisturbed_on
     report = compare(
         undisturbed(tmp_path, steps, workers),
         killed(tmp_path, kills, steps, workers),
-        CheckPlan(steps),
-        f"{kills} kills",
+        CheckPlan(steps, struck=(f"{kills} kills",)),
     )
     assert (report.first, report.different, report.conditions) == (None, {}, {})
     assert report.steps == steps

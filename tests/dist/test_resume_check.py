@@ -32,9 +32,17 @@ from toolkit.data import workers
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.files.run_files import AttemptRecord, RunResult
-from toolkit.files.rundir import TRACE_VARIABLE, RunDir
+from toolkit.files.rundir import TRACE_VARIABLE, RunDir, all_runs
 from toolkit.plugins.site.resume_compare import compare
-from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
+from toolkit.plugins.site.resume_report import (
+    DIFFERENT,
+    EPOCH_END,
+    FIRST_EPOCH,
+    IDENTICAL,
+    CheckPlan,
+    CheckReport,
+    Resume,
+)
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
@@ -164,7 +172,7 @@ def note_attempt(run: RunDir, attempt: int, world_size: int, step_start: int) ->
 
 def check(folder: Path, *, off: str | None = None, then: int = 4) -> CheckReport:
     """Both runs on 4 ranks, the second one going on with ``then``, and the comparison."""
-    small, plan = then != 4, CheckPlan(STEPS)
+    small, plan = then != 4, CheckPlan(STEPS, struck=("rank 1",))
     whole, killed = RunDir(folder / "whole"), RunDir(folder / "killed")
     for run, ranks in ((whole, [4]), (killed, [4, then])):
         run.path.mkdir()
@@ -174,7 +182,7 @@ def check(folder: Path, *, off: str | None = None, then: int = 4) -> CheckReport
             start = 0 if attempt == 1 else SAVED
             note_attempt(run, attempt, count, start)
         run.write_result(RunResult.from_json({"state": "completed", **results[0]}))
-    return compare(whole, killed, plan, "rank 1")
+    return compare(whole, killed, plan)
 
 
 def test_a_killed_run_is_identical_with_batch_norm_dropout_augmentation_and_workers(
@@ -182,14 +190,15 @@ def test_a_killed_run_is_identical_with_batch_norm_dropout_augmentation_and_work
 ) -> None:
     report = check(tmp_path)
     assert (report.first, report.different, report.conditions) == (None, {}, {})
-    assert report.is_identical
-    assert (report.steps, report.ranks, report.resumed_from) == (STEPS, (4,), SAVED)
+    assert report.verdict == IDENTICAL
+    assert (report.steps, report.ranks) == (STEPS, (4,))
+    assert report.resumed == (Resume(SAVED, EPOCH_END),)
 
 
 @pytest.mark.parametrize(("off", "first"), [(name, cure[1]) for name, cure in CURES.items()])
 def test_each_cure_is_missed(off: str, first: str, tmp_path: Path) -> None:
     report = check(tmp_path, off=off)
-    assert not report.is_identical
+    assert (report.verdict, report.broken) == (DIFFERENT, 0)
     assert next(iter(report.different)) == first, report.different
     assert report.first in range(SAVED, STEPS)
 
@@ -197,7 +206,7 @@ def test_each_cure_is_missed(off: str, first: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("then", [3, 2])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(then: int, tmp_path: Path) -> None:
     report = check(tmp_path, then=then)
-    assert report.is_identical, report.different
+    assert report.verdict == IDENTICAL, report.different
     assert report.ranks == (4, then)
     assert report.worst_loss is not None
     assert 0 < report.worst_loss < 1e-4
@@ -212,20 +221,19 @@ def command(runs: Path, *words: str, project: Path | None = None) -> subprocess.
 
 
 def test_the_command_says_what_was_done_and_found(tmp_path: Path) -> None:
+    """Its two runs are no longer there, for they have nothing to show."""
     done = command(tmp_path, "configs/digits_ddp.yaml", "--steps", "20", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["identical"], report["steps"], report["ranks"]) == (True, 20, [2])
+    assert (report["verdict"], report["steps"], report["ranks"]) == (IDENTICAL, 20, [2])
     assert "seed" in done.stderr
+    assert all_runs(tmp_path) == []
 
 
 #: A loop of one's own that decides by itself how long it is.
 SHORT_LOOP = """
-import time
-
 import torch
 import toolkit
-from toolkit.files.run_files import AttemptRecord
 
 with toolkit.start() as run:
     model = torch.nn.Linear(1, 1)
@@ -233,7 +241,6 @@ with toolkit.start() as run:
     run.resumable(model=model, optimizer=optimizer)
     loader = run.loader([(torch.ones(1), 0)] * 24, global_batch_size=2)
     for batch in run.steps(loader, total=12):
-        time.sleep(0.1)  # so that the signal comes before the loop has ended
         loss = (model(batch.inputs) - 2).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -243,17 +250,43 @@ with toolkit.start() as run:
 
 
 def test_a_loop_that_ends_before_the_steps_asked_for_is_struck_within(tmp_path: Path) -> None:
-    """Of 60 steps seed 5 would choose step 40."""
     (tmp_path / "train.py").write_text(SHORT_LOOP)
-    done = command(tmp_path / "runs", "train.py", "--seed", "5", "--json", project=tmp_path)
+    done = command(tmp_path / "runs", "train.py", "--json", project=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["identical"], report["steps"]) == (True, 12)
+    assert (report["verdict"], report["steps"]) == (IDENTICAL, 12)
+    assert [resume["place"] for resume in report["resumed"]] == [FIRST_EPOCH]
 
 
 def test_a_step_after_the_end_of_a_loop_is_refused_with_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHORT_LOOP)
     done = command(tmp_path / "runs", "train.py", "--at", "20", project=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "ended by itself after 12 of the 60 steps, and --at must be within 0..10" in done.stderr
+    assert "ended by itself after 12 of the 60 steps, and --at must be within 1..10" in done.stderr
     assert "the script's own loop" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "code", "says"),
+    [
+        (SHORT_LOOP.replace("lr=0.1", "lr=0.0"), (), 3, "PROVES NOTHING: nothing of what is saved changes"),
+        # The kill comes before the user's first save.
+        (SHORT_LOOP, ("checkpoint.every_steps=10", "--at", "5"), 3, "PROVES NOTHING: no resumed run read a checkpoint"),
+        ("import torch\nprint(torch.ones(1))\n", (), 2, "its training must be a job of the toolkit's"),
+        (
+            "from toolkit.plugins.integrations import LightningCallback\ncallback = LightningCallback()\n",
+            (),
+            2,
+            "a library's own loop is not recorded",
+        ),
+    ],
+    ids=["no state to lose", "no checkpoint read", "no toolkit", "a library's loop"],
+)
+def test_a_check_that_proves_nothing_does_not_pass(
+    script: str, words: tuple[str, ...], code: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = command(tmp_path / "runs", "train.py", *words, project=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert says in " ".join((done.stdout + done.stderr).split())
+    assert all_runs(tmp_path / "runs") == []

@@ -217,4 +217,4 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["identical"]
+    assert json.loads(done.stdout)["verdict"] == "IDENTICAL"

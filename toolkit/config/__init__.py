@@ -5,7 +5,7 @@ well under a second.
 """
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.config.job_module import is_loop, is_plain, job_source
+from toolkit.config.job_module import has_own_steps, is_loop, is_plain, job_source
 from toolkit.config.layers import Overrides, dump_config, load_config, merged_layers, override_texts
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import filled, leaves
@@ -69,6 +69,7 @@ __all__ = [
     "dump_config",
     "filled",
     "goes_on_with",
+    "has_own_steps",
     "is_loop",
     "is_one_line",
     "is_plain",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError, nearest
-from toolkit.config.schema import CALLED_JOB, JobConfig
+from toolkit.config.schema import CALLED_JOB, FOREIGN_JOB, JobConfig
 from toolkit.config.source import PythonSource, project_files, read_source
 from toolkit.limits import one_of
 
@@ -137,12 +137,24 @@ def is_loop(job: str, project: Path | None = None) -> bool:
     """
     if job == CALLED_JOB:
         return True
-    source = read_source(job_source(job, project))
-    calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
-    names = {source.full_name(func) for func in calls}
-    if "toolkit.start" in names:
-        return True
-    return any(name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in names)
+    names = _called(read_source(job_source(job, project)))
+    return "toolkit.start" in names or any(
+        name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in names
+    )
+
+
+def has_own_steps(job: str, project: Path | None = None) -> bool:
+    """True if the steps of a job are the toolkit's, also those of a user's own loop. A library's loop is none.
+
+    What a plain function ``main(config)`` does is not known: it is taken for one.
+    """
+    if job == FOREIGN_JOB or not is_loop(job, project):
+        return job != FOREIGN_JOB
+    return "toolkit.start" in _called(read_source(job_source(job, project)))
+
+
+def _called(source: PythonSource) -> set[str]:
+    return {source.full_name(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call)}
 
 
 def is_plain(job: str, project: Path | None = None) -> bool:

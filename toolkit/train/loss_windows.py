@@ -97,12 +97,8 @@ class LogWindow:
         self._tags: list[str] = []  #: the agreed tags, equal on all ranks and in this order
         self._sums: dict[str, Tensor | float] = {}
         self._counts: dict[str, int] = {}
-        self._last: dict[str, Tensor | float] = {}
+        self.latest: dict[str, Tensor | float] = {}  #: the last value of each tag; emptied by who reads it
         self._restored: Tensor | None = None
-
-    def last(self, tag: str) -> Tensor:
-        """Return the last value added under ``tag``, 0 if there is none."""
-        return torch.as_tensor(self._last.get(tag, 0.0))
 
     def add(self, tag: str, value: Tensor | float) -> None:
         """Add a value of one step. A tensor on a GPU is not read. Raises JobCodeError for what is no single number."""
@@ -115,7 +111,7 @@ class LogWindow:
                 number = float(value.item() if isinstance(value, Tensor) else value)
             except (TypeError, ValueError, OverflowError):
                 raise _not_a_number(tag, value) from None
-        self._last[tag] = number
+        self.latest[tag] = number
         self._sums[tag] = self._sums.get(tag, 0.0) + number
         self._counts[tag] = self._counts.get(tag, 0) + 1
 

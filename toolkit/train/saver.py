@@ -28,7 +28,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.ranks import older_torch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
-from toolkit.train.state import TrainingState
+from toolkit.train.state import TrainingState, saves_asked
 
 #: A save that must be made is retried for this long. The grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
@@ -43,6 +43,7 @@ class Saver:
     def __init__(self, config: CheckpointConfig, session: Session, state: TrainingState) -> None:
         self._session, self._state = session, state
         self._config = config
+        self._asked = saves_asked()
         self.timer = SaveTimer(config, session)
         self._blocked_s = 0.0
         self.checkpoints = CheckpointFolder(
@@ -90,7 +91,7 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """True if the run is to be saved after ``step`` steps."""
         intervals = (self._config.every_steps, self.checkpoints.keep.every)
-        return any(isinstance(every, int) and step % every == 0 for every in intervals)
+        return step in self._asked or any(isinstance(every, int) and step % every == 0 for every in intervals)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """True if a save is due because no earlier evaluation was as good as ``metrics``.

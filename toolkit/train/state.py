@@ -5,11 +5,12 @@ That is the strategy's state, the loader's position, and the values that tie it 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -47,6 +48,11 @@ def trace_if_asked(session: Session) -> Any:
     if TRACE_VARIABLE not in os.environ:
         return None
     return registry.needed("trace", TRACE_VARIABLE)(os.environ[TRACE_VARIABLE], session, conditions(session))
+
+
+def saves_asked() -> Collection[int]:
+    """Return the steps after which a run is to be saved beside what its config says, by the brief for a trace."""
+    return frozenset(json.loads(os.environ.get(TRACE_VARIABLE, "{}")).get("saves", ()))
 
 
 def conditions(session: Session) -> dict[str, Json]:

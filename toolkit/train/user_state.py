@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -145,10 +145,7 @@ class UserState:
         are_equal: list[bool] = []
         if parts:
             # A digest of each part tells whether it is equal.
-            digests: list[int] = []
-            for value, tensors in parts.values():
-                content = b"".join([repr(value).encode(), *(to_bytes("state", tensor) for tensor in tensors)])
-                digests.append(zlib.crc32(content))
+            digests = [_digest(*part) for part in parts.values()]
             rows = gather_rows(torch.tensor(digests, dtype=torch.int64, device=self._device))
             are_equal = [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
         for name, is_equal in zip(parts, are_equal, strict=True):
@@ -334,6 +331,11 @@ class UserState:
             live |= slots.live()
         return live
 
+    def digests(self) -> dict[str, Tensor]:
+        """Return a digest of each other object, by name. Loaders are left out: their batches tell where they are."""
+        parts = {name: each.take_apart() for name, each in self._others.items() if not each.is_loader}
+        return {f"state/{name}": torch.tensor(_digest(*part)) for name, part in parts.items()}
+
     def rate(self) -> float:
         """Return the learning rate of the first optimizer, 0 without one."""
         return next((float(slots.optimizer.param_groups[0]["lr"]) for slots in self._optimizers.values()), 0.0)
@@ -350,8 +352,11 @@ class UserState:
 class Other:
     """Any object whose state is a tree of plain values and tensors."""
 
-    def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+    def __init__(
+        self, name: str, get: Callable[[], Any], put: Callable[[Any], object], *, is_loader: bool = False
+    ) -> None:
         self._name, self._get, self._put = name, get, put
+        self.is_loader = is_loader
         self.filled: list[Tensor] = []  #: the places of its tensors
 
     def take_apart(self) -> tuple[Json, list[Tensor]]:
@@ -428,6 +433,10 @@ def _gradient_of(name: str, tensor: Tensor, rank: int) -> str:
     return f"{GRADIENTS}/{name}" if isinstance(tensor, DTensor) else f"{GRADIENTS}/rank{rank}/{name}"
 
 
+def _digest(value: Json, tensors: list[Tensor]) -> int:
+    return zlib.crc32(b"".join([repr(value).encode(), *(to_bytes("state", tensor) for tensor in tensors)]))
+
+
 def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     live.clear()
     live.update(saved)
@@ -464,7 +473,7 @@ def _other(name: str, value: Any) -> Other:
         return _metric(name, value)
     # An object with both methods restores itself; tensors, dictionaries and lists are filled in place.
     if isinstance(value, HasStateDict):
-        return Other(name, value.state_dict, value.load_state_dict)
+        return Other(name, value.state_dict, value.load_state_dict, is_loader=isinstance(value, Iterable))
     if is_generator(value):
         return Other(name, partial(randomness.state_of, value), partial(randomness.set_state, value))
     if isinstance(value, Tensor):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from toolkit.plugins.profile.trace import StepTrace
-from toolkit.plugins.site.resume_compare import WitnessRecord, _at, _by_position
+from toolkit.plugins.site.resume_compare import _at, _by_position
 from toolkit.plugins.site.resume_report import CheckPlan
 from toolkit.ranks.batch import Batch
 
@@ -58,5 +58,5 @@ def test_inputs_that_differ_are_named_by_sample_or_tensor(
     samples: list[int], ours: list[str], theirs: list[str], expected: str
 ) -> None:
     """Before, batches of a DataLoader ended the comparison with an IndexError exactly where they differed."""
-    mine, other = (WitnessRecord({3: {0: {"samples": samples, "inputs": each}}}, []) for each in (ours, theirs))
-    assert _at(3, mine, other, CheckPlan(), exact=True) == {"inputs": f"rank 0{expected}"}
+    mine, other = ({0: {"samples": samples, "inputs": each, "logged": {}}} for each in (ours, theirs))
+    assert _at(mine, other, CheckPlan(), (), exact=True) == {"inputs": f"rank 0{expected}"}

@@ -4,8 +4,10 @@ It is made only when ``TOOLKIT_TRACE`` is set. Then it wraps the loop's loader a
 nothing. Each rank appends lines to ``trace/rank-00003.jsonl`` in the run's folder: one at its start, with its
 conditions, and one for each step done, with digests of everything that a step takes and leaves.
 
-It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "late": 0.4, "signal": "SIGKILL"}}}`` sends the
-signal to rank 2 of attempt 1, 0.4 of a step's time after it has begun step 37, wherever it is then.
+It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "saved": 36, "late": 0.4, "signal": "SIGKILL"}}}``
+sends the signal to rank 2 of attempt 1, 0.4 of a step's time after it has begun step 37, wherever it is then. If no
+checkpoint of step 36 or a later one is committed then, the first step with such a checkpoint is meant. ``{"saves":
+[36]}`` has the run saved after 36 steps (:func:`toolkit.train.state.saves_asked`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toolkit.base import fsio
+from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.tensors import to_bytes
 from toolkit.devices import accelerator
 from toolkit.files.rundir import RunDir
@@ -37,8 +41,10 @@ class StepTrace:
     """Writes the trace of one rank."""
 
     def __init__(self, brief: Mapping[str, Any], session: Session, conditions: Mapping[str, Json]) -> None:
-        self._attempt = session.attempt
+        self._attempt, self._checkpoints = session.attempt, RunDir(session.run_dir).checkpoints
         self._strike = brief.get("strikes", {}).get(str(session.attempt))
+        self._signal: threading.Timer | None = None
+        self._has_begun = False
         self._rank = session.rank
         path = fsio.make_dir(RunDir(session.run_dir).trace, parents=0) / f"rank-{session.rank:05d}.jsonl"
         self._file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -51,28 +57,37 @@ class StepTrace:
         """Return the loader and the strategy, wrapped so that each step is traced."""
         return _WatchedLoader(loader, self), cast(Strategy, _WatchedStrategy(strategy, self))
 
-    def begin(self, step: int) -> None:
-        """Note that ``step`` begins. Start the timer of a signal that is due in it."""
+    def begin(self, step: int, epoch: int) -> None:
+        """Note that ``step`` begins, in ``epoch``. Start the timer of a signal that is due in it."""
+        if self._signal is not None:
+            self._signal.join()  # short steps end before the timer
         now = time.monotonic()
         self._step_s, self._began = now - self._began, now
-        # The delay is a fraction of the last step's time.
+        self._line = {"step": step, "epoch": epoch}
+        if not self._has_begun:
+            self._has_begun = True
+            self._write({"from": step})
         strike = self._strike
-        if strike is not None and (strike["rank"], strike["step"]) == (self._rank, step):
-            number = signal.Signals[strike["signal"]]
-            late = threading.Timer(strike["late"] * self._step_s, os.kill, [os.getpid(), number])
-            late.daemon = True
-            late.start()
+        if strike is None or strike["rank"] != self._rank or step < strike["step"] or self._signal is not None:
+            return
+        if (newest_step(self._checkpoints) or 0) < strike["saved"]:
+            return
+        # The delay is a fraction of the last step's time.
+        number = signal.Signals[strike["signal"]]
+        self._signal = threading.Timer(strike["late"] * self._step_s, os.kill, [os.getpid(), number])
+        self._signal.daemon = True
+        self._signal.start()
 
     def take_batch(self, step: int, batch: Any, samples: list[int]) -> None:
         """Take the digest of each sample of the step. So steps compare however samples are shared among ranks.
 
-        A batch that is not one of our loader's gives the digests of its tensors.
+        A batch that is not one of our loader's gives the digests of its tensors, arrays, numbers and texts.
         """
-        self._line = {"step": step, "samples": samples}
+        self._line["samples"] = samples
         if batch is None:
             return
         if not isinstance(batch, Batch):
-            self._line["inputs"] = [_digest(leaf) for leaf in nested.leaves(batch) if isinstance(leaf, Tensor)]
+            self._line["inputs"] = [text for leaf in nested.leaves(batch) if (text := _digest_of_leaf(leaf))]
             return
         # One text of digests for each sample, inputs and targets apart; one for the batch if its rows are not samples.
         self._line["positions"] = batch.positions.tolist()
@@ -91,9 +106,15 @@ class StepTrace:
         states += accelerator.random_states()
         self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
 
-    def take_end(self, loss: Tensor, live: Mapping[str, Tensor]) -> None:
-        """Take the loss and the live tensors that the step leaves on this rank. Write the step's line."""
+    def take_end(
+        self, loss: Tensor, live: Mapping[str, Tensor], logged: Mapping[str, Tensor | float] | None = None
+    ) -> None:
+        """Take the loss, what else the step has logged, and the live tensors that it leaves on this rank.
+
+        Write the step's line.
+        """
         self._line["loss"] = float(loss.item()).hex()
+        self._line["logged"] = {tag: float(value).hex() for tag, value in (logged or {}).items()}
         for name, tensor in live.items():
             kind, _, rest = name.partition("/")
             self._line.setdefault(kind, {})[rest] = _digest(tensor)
@@ -114,13 +135,22 @@ def _digest(tensor: Tensor) -> str:
     return f"{zlib.crc32(to_bytes('a tensor', tensor)):08x}"
 
 
+def _digest_of_leaf(leaf: object) -> str | None:
+    """Return the digest of a part of a batch. None for an object whose content is not known."""
+    if isinstance(leaf, Tensor):
+        return _digest(leaf)
+    if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        return f"{zlib.crc32(leaf.tobytes()):08x}"
+    return f"{zlib.crc32(repr(leaf).encode()):08x}" if isinstance(leaf, (bool, int, float, str, bytes)) else None
+
+
 class _WatchedLoader:
     def __init__(self, loader: Any, trace: StepTrace) -> None:
         self._loader = loader
         self._trace = trace
 
     def at(self, step: int) -> Batch | None:
-        self._trace.begin(step)
+        self._trace.begin(step, step * self._loader.global_batch_size // self._loader.dataset_size)
         batch: Batch | None = self._loader.at(step)
         self._trace.take_batch(step, batch, self._loader.samples(step))
         return batch

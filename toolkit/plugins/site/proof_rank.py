@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio
-from toolkit.base.errors import SlurmError
+from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.files.json_record import FileRecord
 from toolkit.slurm.commands import Slurm
 
@@ -50,6 +50,8 @@ def main() -> None:
         is_last = run.step > 0
         if not is_last:
             _measure(run)
+        elif state["steps"] != run.step:
+            raise ToolkitError(f"the checkpoint of step {run.step} has given back {state}")
         for _ in run.steps(range(STEPS), total=STEPS):
             state["steps"] += 1
             time.sleep(STEP_S)

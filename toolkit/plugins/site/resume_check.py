@@ -1,8 +1,9 @@
 """`toolkit resume-check`: compares a killed and resumed run of a config with an undisturbed one.
 
-The config is trained for some steps twice. The second run is interrupted in a random place and comes back as it always
-does. In both runs `toolkit.plugins.profile.trace` records what every rank was given and computed, in every step.
-The two records are compared, by the first step in which they differ.
+The config is trained for some steps twice. The second run is interrupted some times and comes back as it always does:
+once within the first epoch, once within a later one and once at an epoch's end, where the steps have these, each time
+in a random step soon after a checkpoint. In both runs `toolkit.plugins.profile.trace` records what every rank was
+given and computed, in every step. The two records are compared, by the first step in which they differ.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
@@ -21,16 +23,24 @@ from toolkit.base.errors import RequestError
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.site.resume_compare import compare, read
+from toolkit.plugins.site.resume_compare import compare, places, read
 from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
+from toolkit.run.prepare.new_run import load
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
 from toolkit.run.submission.submit import submit
 
 #: With fewer steps no step is left after the interruption and one before it.
 FEWEST_STEPS = 3
+#: An interruption comes so many steps after the checkpoint at most, from which the run then goes on.
+FARTHEST = 3
 #: The signal of each kind of interruption.
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
+
+_NO_STEP = (
+    "its training must be a job of the toolkit's, or a loop over run.steps() of toolkit.start(); a library's own loop "
+    "is not recorded"
+)
 
 log = logs.get(__name__)
 
@@ -43,80 +53,125 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
         raise RequestError("resume-check: --then-ranks goes with --how kill: a stopped job may come back by itself")
     if plan.steps < FEWEST_STEPS:
         raise RequestError(f"resume-check: {plan.steps} steps are too few; use {FEWEST_STEPS} or more")
-    if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
-        raise RequestError(f"resume-check: step {plan.step} is not within 0..{plan.steps - 2}")
-    loaded = configs.load_config(config, overrides)
+    if plan.step is not None and not 0 < plan.step < plan.steps - 1:
+        raise RequestError(f"resume-check: step {plan.step} is not within 1..{plan.steps - 2}")
+    loaded = load(config, overrides, Path.cwd())
+    if not configs.has_own_steps(loaded.job):
+        raise RequestError(f"resume-check: {config}: {_NO_STEP}")
+    if plan.then_ranks is not None and plan.then_ranks % loaded.cluster.nodes:
+        raise RequestError(
+            f"resume-check: {plan.then_ranks} ranks cannot be shared evenly by {loaded.cluster.nodes} nodes"
+        )
     ranks = loaded.cluster.ranks
-    # Several checkpoints within the few steps, unless the user says how often.
-    common = [*overrides, f"train.max_steps={plan.steps}"]
-    if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
-        common.append(f"checkpoint.every_steps={max(1, plan.steps // 6)}")
-    common.append(f"checkpoint.keep={max(2, loaded.checkpoint.keep)}")
+    common = [*overrides, f"train.max_steps={plan.steps}", f"checkpoint.keep={max(2, loaded.checkpoint.keep)}"]
+    # The runs are saved where the resumes shall begin, unless the user says how often.
+    is_given = any(text.startswith("checkpoint.every_steps=") for text in overrides)
+    every = loaded.checkpoint.every_steps if is_given else None
+    if not is_given:
+        common.append("checkpoint.every_steps=null")
     with _brief({}):
         run = submit(config, [*common, f"name={loaded.name}-undisturbed"], executor=executor)
     undisturbed = _completed(run)
     # A loop of one's own, or few epochs, may end before ``plan.steps``.
-    steps = len(read(undisturbed).steps)
-    log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, steps, ranks)
-    strike = _strike(plan, ranks, steps)
-    plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
+    record = read(undisturbed)
+    log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, len(record.steps), ranks)
+    try:
+        seed = random.randrange(10**6) if plan.seed is None else plan.seed
+        log.info("seed %d", seed)
+        fewest = min(ranks, plan.then_ranks or ranks)
+        strikes = choose_strikes(plan, fewest, places(record), len(record.steps), every, random.Random(seed))
+    except RequestError:
+        remove(undisturbed.path)
+        raise
+    struck = tuple(f"rank {strike['rank']}, {plan.how}, in step {strike['step']}" for strike in strikes)
+    plan = replace(plan, struck=struck, moving_shares=loaded.data.share == "auto")
+    brief: dict[str, Any] = {"strikes": {str(attempt): strike for attempt, strike in enumerate(strikes, 1)}}
+    if not isinstance(every, int):
+        brief["saves"] = [strike["saved"] for strike in strikes]
+    # A killed run comes back by itself, unless it goes on with other ranks: then each attempt is resumed.
+    # An attempt may die before its supervisor has heard of a step.
+    retries = 0 if plan.then_ranks is not None else max(loaded.retry.max_failures, len(strikes))
+    common += [f"retry.max_failures={retries}", f"retry.no_progress_attempts={len(strikes) + 2}"]
     common.append(f"name={loaded.name}-disturbed")
-    disturbed = _disturb(config, common, plan, {"strikes": {"1": strike}}, executor)
-    struck = f"rank {strike['rank']}, {plan.how}, in step {strike['step']}"
-    return compare(undisturbed, disturbed, plan, struck)
+    disturbed = _disturb(config, common, plan, brief, executor)
+    return compare(undisturbed, disturbed, plan)
 
 
-def _strike(plan: CheckPlan, ranks: int, steps: int) -> dict[str, Any]:
-    """Choose rank and step of the interruption, after the first step and before the last.
+def choose_strikes(
+    plan: CheckPlan, ranks: int, places: Mapping[int, str], steps: int, every: int | str | None, dice: random.Random
+) -> list[dict[str, Any]]:
+    """Choose the interruptions of the attempts: one for each place at which a resume can begin, or the plan's own.
 
-    Before the first step there is nothing to lose. ``steps`` is how many steps the undisturbed run has made. Raises
-    RequestError if they are too few.
+    Each comes after a checkpoint of ``saved`` steps, in a step that the attempt before did not reach. ``places`` are
+    those of the ``steps`` that the undisturbed run has made. If ``every`` is a number, it is saved every so many steps.
+    Raises RequestError if there are too few.
     """
     if not steps:
-        raise RequestError(
-            "resume-check: the script has recorded no step: its training must be a job of the toolkit's, or a loop "
-            "over run.steps() of toolkit.start()"
-        )
+        raise RequestError(f"resume-check: the script has recorded no step: {_NO_STEP}")
     if steps < FEWEST_STEPS or (plan.step is not None and plan.step >= steps - 1):
-        what = f"{FEWEST_STEPS} are needed" if steps < FEWEST_STEPS else f"--at must be within 0..{steps - 2}"
+        what = f"{FEWEST_STEPS} are needed" if steps < FEWEST_STEPS else f"--at must be within 1..{steps - 2}"
         raise RequestError(
             f"resume-check: the training ended by itself after {steps} of the {plan.steps} steps, and {what}; to make "
             "it longer raise train.epochs, or the number of steps or epochs in the script's own loop"
         )
-    seed = random.randrange(10**6) if plan.seed is None else plan.seed
-    log.info("seed %d", seed)
-    dice = random.Random(seed)
-    step = dice.randrange(1, max(2, steps * 3 // 4))  # early enough that steps are left in which to differ
-    return {
-        "rank": dice.randrange(ranks),
-        "step": step if plan.step is None else plan.step,
-        "late": dice.random(),
-        "signal": SIGNALS[plan.how],
-    }
+    last = steps - 2 if plan.step is None else plan.step
+    saved = [step for step in range(1, last + 1) if not isinstance(every, int) or step % every == 0]
+    if plan.step is not None:
+        # How often the user has it saved, on disk and in memory, is the user's then.
+        chosen = [0 if isinstance(every, int) else dice.choice(saved[-FARTHEST:])]
+    elif not saved:
+        raise RequestError(
+            f"resume-check: checkpoint.every_steps={every}: no checkpoint of these {steps} steps comes before a kill; "
+            "leave it out, make it smaller, or say --at STEP"
+        )
+    else:
+        chosen = []
+        for place in dict.fromkeys(places.values()):
+            # The steps between two of them leave room for the kill.
+            free = [step for step in saved if places[step] == place]
+            apart = [step for step in free if all(abs(step - other) > FARTHEST for other in chosen)]
+            if apart or free:
+                chosen.append(dice.choice(apart or free))
+    strikes = []
+    for begun, following in zip(sorted({*chosen}), [*sorted({*chosen})[1:], steps - 1], strict=True):
+        step = dice.randint(begun, max(begun, min(begun + FARTHEST, following) - 1)) if plan.step is None else plan.step
+        strikes.append(
+            {
+                "rank": dice.randrange(ranks),
+                "step": step,
+                "saved": begun,
+                "late": dice.random(),
+                "signal": SIGNALS[plan.how],
+            }
+        )
+    return strikes
 
 
 def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str) -> RunDir:
-    """Run the config with the interruption.
+    """Run the config with the interruptions.
 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
     """
-    ranks = plan.then_ranks
-    if ranks is not None:
-        # Without retries a killed run ends, so that it can be resumed with other ranks.
-        overrides = [*overrides, "retry.max_failures=0"]
     with _brief(brief):
         run = submit(config, overrides, executor=executor)
-        ended = run.wait()
-        if ended["state"] in (RunState.STOPPED, RunState.FAILED) and len(run.dir.attempts()) == 1:
-            if ranks is not None:
+        for attempt in range(1, len(plan.struck) + 1):
+            ended = run.wait()
+            if ended["state"] not in (RunState.STOPPED, RunState.FAILED) or len(run.dir.attempts()) != attempt:
+                break
+            if plan.then_ranks is not None and attempt == 1:
                 changed = configs.load_config(run.dir.config, site=False)
-                nodes = changed.cluster.nodes
-                if ranks % nodes:
-                    raise RequestError(f"resume-check: {ranks} ranks cannot be shared evenly by {nodes} nodes")
-                changed.cluster.tasks_per_node, changed.cluster.components = ranks // nodes, []
+                cluster = changed.cluster
+                cluster.tasks_per_node, cluster.components = plan.then_ranks // cluster.nodes, []
                 fsio.write_atomic(run.dir.config, configs.dump_config(changed))
             run = resume(run.dir)
     return _completed(run)
+
+
+def remove(run: Path) -> None:
+    """Remove a run of which nothing is to be looked at any more, and the folder of its name."""
+    with suppress(OSError):
+        fsio.remove_tree(run)
+        run.parent.rmdir()
 
 
 @contextmanager

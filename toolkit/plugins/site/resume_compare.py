@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from toolkit.base.errors import JobFailedError, listing
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.site.resume_report import RECORDED, CheckPlan, CheckReport
+from toolkit.plugins.site.resume_report import (
+    EPOCH_END,
+    FIRST_EPOCH,
+    LATER_EPOCH,
+    RECORDED,
+    CheckPlan,
+    CheckReport,
+    Resume,
+)
 
 #: At another world size these are compared sample by sample; nothing else is promised to be equal in every bit.
 OF_SAMPLES = ("samples", "inputs", "targets")
@@ -18,35 +26,53 @@ OF_SAMPLES = ("samples", "inputs", "targets")
 CURVES = ("train/loss", "train/lr")
 
 
+#: The lines of a step's ranks, by step.
+Steps: TypeAlias = Mapping[int, Mapping[int, Mapping[str, Any]]]
+
+
 @dataclass(frozen=True)
 class WitnessRecord:
-    """The traces of one run. ``steps`` has, by step and rank, the line of the latest attempt."""
+    """The traces of one run, by step and rank."""
 
-    steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
+    steps: Steps  #: the lines of the latest attempt that made the step
+    attempts: Mapping[int, Steps]  #: the lines of each attempt
+    begun: Mapping[int, int]  #: the first step of each attempt that has begun one
     conditions: Sequence[Mapping[str, Any]]
 
 
 def read(run: RunDir) -> WitnessRecord:
     """Return the record of a run."""
-    lines: dict[int, dict[int, Mapping[str, Any]]] = {}
+    attempts: dict[int, dict[int, dict[int, Mapping[str, Any]]]] = {}
     conditions: list[Mapping[str, Any]] = []
-    latest: dict[int, int] = {}
+    begun: dict[int, int] = {}
     for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
         for text in path.read_text().splitlines():
             line = json.loads(text)
             if "conditions" in line:
                 conditions.append(line["conditions"])
-                continue
-            step, attempt = line["step"], line["attempt"]
-            if attempt > latest.get(step, 0):  # a step that is made again, perhaps by another number of ranks
-                latest[step], lines[step] = attempt, {}
-            if attempt == latest[step]:
-                lines[step][rank] = line
-    return WitnessRecord(lines, conditions)
+            elif "from" in line:
+                begun[line["attempt"]] = line["from"]
+            else:
+                attempts.setdefault(line["attempt"], {}).setdefault(line["step"], {})[rank] = line
+    # A step may be made again, perhaps by another number of ranks.
+    latest = {step: lines for attempt in sorted(attempts) for step, lines in attempts[attempt].items()}
+    return WitnessRecord(latest, attempts, dict(sorted(begun.items())), conditions)
 
 
-def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str) -> CheckReport:
+def places(record: WitnessRecord) -> dict[int, str]:
+    """Return the place of a resume from each step: within the first epoch, within a later one, at an epoch's end."""
+    epochs = [lines[min(lines)]["epoch"] for _, lines in sorted(record.steps.items())]
+    found: dict[int, str] = {}
+    for step in range(1, len(epochs)):
+        if epochs[step] != epochs[step - 1]:
+            found[step] = EPOCH_END
+        else:
+            found[step] = FIRST_EPOCH if epochs[step] == epochs[0] else LATER_EPOCH
+    return found
+
+
+def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan) -> CheckReport:
     """Compare the two records step by step. Then compare the bytes of the last checkpoints, and the curves.
 
     The latter are compared only if no step differs and every bit must be equal.
@@ -54,32 +80,49 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str
     attempts = disturbed.attempts()
     if len(attempts) < 2:
         raise JobFailedError(
-            f"{disturbed.path} ended before the signal of step {plan.step} reached it: choose an earlier step with "
-            "--at, or more steps"
+            f"{disturbed.path} ended before the signal ({'; '.join(plan.struck)}) reached it: choose an earlier step "
+            "with --at, or more steps"
         )
     ours, theirs = read(undisturbed), read(disturbed)
     ranks = tuple(dict.fromkeys(attempt.world_size or 0 for attempt in (attempts[0], attempts[-1])))
-    first, different, worst = None, dict[str, str](), None
+    resumed = {attempt: step for attempt, step in theirs.begun.items() if attempt > 1 and step > 0}
+    of_steps = places(ours)
+    first, broken, different, worst = None, None, dict[str, str](), None
     # Every bit must be equal only if the same ranks had the same samples.
     exact = len(ranks) == 1 and not plan.moving_shares
-    if not exact:
+    views: list[tuple[int | None, Steps]] = [(None, theirs.steps)]
+    if exact:
+        # What an attempt has made is compared also where a later one has made the step again.
+        views = [*sorted(theirs.attempts.items()), *views]
+    else:
         both = ours.steps.keys() & theirs.steps.keys()
         worst = max((_deviation(ours.steps[step], theirs.steps[step]) for step in both), default=0.0)
-    for step in sorted(ours.steps.keys() | theirs.steps.keys()):
-        differs = _at(step, ours, theirs, plan, exact=exact)
-        if differs:
-            # Only the first step that differs is reported.
-            first, different = step, differs
+    clocks = _clocks(ours.steps, theirs.attempts.get(1, {}), min(resumed.values(), default=0))
+    for attempt, steps in views:
+        for step in sorted(steps if attempt is not None else ours.steps.keys() | steps.keys()):
+            mine, other = ours.steps.get(step, {}), steps.get(step, {})
+            if attempt is not None:  # one that was killed may lack the lines of some ranks
+                mine = {rank: line for rank, line in mine.items() if rank in other}
+            different = _at(mine, other, plan, clocks, exact=exact)
+            if different:
+                # Only the first step that differs is reported.
+                first, broken = step, _resume_of(attempt, step, resumed)
+                break
+        if different:
             break
     if first is None and exact:
         different = _last_checkpoints(undisturbed, disturbed) | _curves(undisturbed, disturbed)
     return CheckReport(
         steps=len(ours.steps),
         ranks=ranks,
-        struck=struck,
-        resumed_from=attempts[1].step_start or 0,
+        struck=plan.struck,
+        resumed=tuple(Resume(step, of_steps.get(step, "at the end")) for step in resumed.values()),
         first=first,
+        broken=broken,
         different=different,
+        nothing=_nothing(ours.steps, resumed.values()),
+        unseen=_unseen(ours.steps),
+        places=tuple(dict.fromkeys(of_steps.values())),
         conditions=_changed([*ours.conditions, *theirs.conditions], but="world size" if len(ranks) > 1 else None),
         worst_loss=worst,
         moving_shares=plan.moving_shares,
@@ -87,9 +130,64 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str
     )
 
 
-def _at(step: int, ours: WitnessRecord, theirs: WitnessRecord, plan: CheckPlan, *, exact: bool) -> dict[str, str]:
-    """Return what differs in one step, by kind."""
-    mine, other = ours.steps.get(step, {}), theirs.steps.get(step, {})
+def _resume_of(attempt: int | None, step: int, resumed: Mapping[int, int]) -> int | None:
+    """Return which of the resumes, from 0, has made ``step``: that of ``attempt``, if it is known; None for none."""
+    if attempt is not None:
+        return [*resumed].index(attempt) if attempt in resumed else None
+    return next((index for index, begun in reversed([*enumerate(resumed.values())]) if begun <= step), None)
+
+
+def _clocks(ours: Steps, theirs: Steps, end: int) -> set[str]:
+    """Return the logged tags that are not reproduced even before step ``end``, that of the first resume: times."""
+    return {
+        tag
+        for step, lines in theirs.items()
+        if step < end and step in ours
+        for rank, line in lines.items()
+        for tag, value in line["logged"].items()
+        if ours[step].get(rank, line)["logged"].get(tag) != value
+    }
+
+
+def _nothing(steps: Steps, resumed: Iterable[int]) -> str | None:
+    """Return why runs without a difference prove nothing; None if they prove something."""
+    if not [*resumed]:
+        return "no resumed run read a checkpoint, so that two runs from the beginning were compared"
+    if _is_constant(steps, "weights", "buffers", "optimizer", "state"):
+        return (
+            "nothing of what is saved changes in any step, so that a resume has nothing to lose; is it this model that "
+            "the loop trains, with a rate that is not 0?"
+        )
+    return None
+
+
+def _unseen(steps: Steps) -> tuple[str, ...]:
+    """Return what would not show if a resume lost it, for it is alike in all steps."""
+    found: list[str] = []
+    if _is_constant(steps, "lr"):
+        found.append("a forgotten scheduler, for the learning rate is the same in every step")
+    if _is_constant(steps, "inputs") and any(line.get("inputs") for lines in steps.values() for line in lines.values()):
+        found.append("the order of the data, for every step has the same batch")
+    if all(float.fromhex(line["loss"]) == 0.0 for lines in steps.values() for line in lines.values()):
+        found.append("the loss, for none is logged (run.log(loss=loss))")
+    return tuple(found)
+
+
+def _is_constant(steps: Steps, *kinds: str) -> bool:
+    """True if the ``kinds`` of a line are the same in every step of each rank."""
+    seen: dict[int, list[Any]] = {}
+    for lines in steps.values():
+        for rank, line in lines.items():
+            found = [line.get(kind) for kind in kinds]
+            if seen.setdefault(rank, found) != found:
+                return False
+    return True
+
+
+def _at(
+    mine: Mapping[int, Any], other: Mapping[int, Any], plan: CheckPlan, clocks: Collection[str], *, exact: bool
+) -> dict[str, str]:
+    """Return what differs in one step, by kind. ``clocks`` are logged tags that do not count."""
     if not mine or not other:
         return {"step": f"only the {'undisturbed' if mine else 'disturbed'} run did it"}
     # Samples may have been on other ranks: compare them by their positions in the global batch.
@@ -110,15 +208,17 @@ def _at(step: int, ours: WitnessRecord, theirs: WitnessRecord, plan: CheckPlan, 
         return found
     if mine.keys() != other.keys():
         return {"ranks": f"{len(mine)} and {len(other)} took part"}
-    return {kind: text for kind in RECORDED if (text := _ranks_that_differ(kind, mine, other))}
+    return {kind: text for kind in RECORDED if (text := _ranks_that_differ(kind, mine, other, clocks))}
 
 
-def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, Any]) -> str:
+def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, Any], clocks: Collection[str]) -> str:
     """Name the ranks that differ, and the samples or tensors. Buffers are rank 0's: a save gives them to all."""
-    ranks = [0] if kind == "buffers" else sorted(mine)
+    ranks = sorted(mine) if kind != "buffers" else [rank for rank in mine if rank == 0]
     texts = []
     for rank in ranks:
         one, two = mine[rank].get(kind), other[rank].get(kind)
+        if kind == "logged":
+            one, two = ({tag: value for tag, value in line.items() if tag not in clocks} for line in (one, two))
         if one != two:
             # Say where they differ, as exactly as the kind allows.
             if isinstance(one, dict) and isinstance(two, dict):

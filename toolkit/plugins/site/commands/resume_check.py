@@ -1,4 +1,10 @@
-"""train twice, once with a kill in it, and compare every step"""
+"""train twice, once with kills in it, and compare every step
+
+The second run is killed up to three times, each time soon after a checkpoint,
+and goes on by itself: within the first epoch, within a later one, and at an
+epoch's end. The exit code is 0 if all is identical, 1 if not, and 3 if the
+check proves nothing.
+"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -6,20 +12,24 @@ from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.cli import arguments
 
 EXAMPLES = (
-    ("toolkit resume-check configs/digits_ddp.yaml", "kill a training at a random step and compare all steps"),
+    ("toolkit resume-check configs/digits_ddp.yaml", "kill a training at random steps and compare all steps"),
     ("toolkit resume-check configs/digits_ddp.yaml --then-ranks 1", "kill it, and go on with one rank"),
     ("toolkit resume-check train.py -- --epochs 2", "of a script with toolkit.start(), with arguments of its own"),
 )
+
+#: No difference was found, and none could have been.
+EXIT_PROVES_NOTHING = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_config(parser)
     parser.add_argument("--steps", type=int, default=60, help="of each of the two runs; default 60")
-    parser.add_argument("--at", type=int, metavar="STEP", help="where the blow falls; default: a random one")
+    parser.add_argument("--at", type=int, metavar="STEP", help="kill once, in this step; default: some random ones")
     parser.add_argument("--how", default="kill", help="kill (default) or stop: a signal after which the run commits")
     parser.add_argument("--then-ranks", type=int, metavar="N", help="go on with another number of ranks")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="for the loss, with --then-ranks; default 1e-3")
     parser.add_argument("--seed", type=int, help="repeats a check; default: a random one, which is printed")
+    parser.add_argument("--keep", action="store_true", help="keep the two runs; default: only if they differ")
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local")
     arguments.add_json(parser)
 
@@ -32,5 +42,9 @@ def run(args: Namespace) -> int:
     logs.setup()
     plan = resume_report.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
     report = resume_check.check(args.config, args.overrides, plan, args.executor)
-    print(show.as_json(resume_report.as_dict(report)) if args.json else resume_report.page(report))
-    return EXIT_DONE if report.is_identical else EXIT_FAILED
+    kept = report.runs if args.keep or report.verdict == resume_report.DIFFERENT else ()
+    for path in report.runs if not kept else ():
+        resume_check.remove(path)
+    print(show.as_json(resume_report.as_dict(report)) if args.json else resume_report.page(report, kept))
+    codes = {resume_report.IDENTICAL: EXIT_DONE, resume_report.DIFFERENT: EXIT_FAILED}
+    return codes.get(report.verdict, EXIT_PROVES_NOTHING)
