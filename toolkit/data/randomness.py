@@ -10,17 +10,20 @@ A script's own generators are torch's, ``random.Random``, and numpy's of both ki
 from __future__ import annotations
 
 import random
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.data.permutation import hash64
 
@@ -59,7 +62,8 @@ RandomGenerator: TypeAlias = torch.Generator | random.Random | np.random.Generat
 
 #: So many objects of a loader are looked at, so many items of each list, and so deep.
 _MOST, _ITEMS, _DEPTH = 2000, 100, 8
-_LEAVES = (Tensor, np.ndarray, np.generic, ModuleType, type, str, bytes, int, float, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LEAVES = (Tensor, np.ndarray, np.generic, ModuleType, str, bytes, int, float, type(None))
 
 
 def is_generator(value: object) -> TypeGuard[RandomGenerator]:
@@ -109,11 +113,21 @@ def seed_generator(generator: RandomGenerator, word: int) -> None:
         generator.seed(word & 0xFFFFFFFF)
 
 
-def generators_in(root: Any) -> list[RandomGenerator]:
-    """Return the generators that a loader, its samplers, its data set and their functions hold."""
+def generators_of(module: nn.Module) -> list[RandomGenerator]:
+    """Return the generators that a model's own layers hold. Torch's layers have none."""
+    layers = [layer for layer in module.modules() if _is_of_the_script(type(layer).__module__)]
+    held = (value for layer in layers for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE)
+    return generators_in(*dict.fromkeys(map(type, layers)), *(each for each in held if not isinstance(each, _LEAVES)))
+
+
+def generators_in(*roots: Any) -> list[RandomGenerator]:
+    """Return the generators that a loader, its samplers, its data set and their functions hold.
+
+    Those of their classes count, and of the functions in the user's own modules that they call.
+    """
     found: dict[int, RandomGenerator] = {}
     seen: dict[int, Any] = {}
-    waiting = [(root, 0)]
+    waiting = [(root, 0) for root in roots]
     while waiting and len(seen) < _MOST:
         thing, depth = waiting.pop(0)
         if id(thing) in seen or isinstance(thing, _LEAVES):
@@ -127,8 +141,8 @@ def generators_in(root: Any) -> list[RandomGenerator]:
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, (list, tuple)):
-        yield from thing[:_ITEMS]
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        yield from islice(thing, _ITEMS)
     elif isinstance(thing, Mapping):
         yield from islice(thing.values(), _ITEMS)
     elif isinstance(thing, MethodType):
@@ -136,14 +150,56 @@ def _parts(thing: Any) -> Iterator[Any]:
         yield thing.__func__
     elif isinstance(thing, partial):
         yield from (thing.func, thing.args, thing.keywords)
+    elif isinstance(thing, (staticmethod, classmethod)):
+        yield thing.__func__
+    elif isinstance(thing, property):
+        yield thing.fget
     elif isinstance(thing, FunctionType):
-        # What the function's code names: variables around it, and those of its module.
+        # What the function's code names: its defaults, variables around it, and those of its module.
+        yield from (thing.__defaults__, thing.__kwdefaults__)
         yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_full(cell))
-        yield from (v for name in thing.__code__.co_names if is_generator(v := thing.__globals__.get(name)))
-    elif not type(thing).__module__.startswith("torch.nn."):
+        if _is_of_the_script(thing.__module__):
+            yield from _named_by(thing.__code__, thing.__globals__)
+    elif isinstance(thing, type):
+        # Class attributes and methods, also the inherited ones.
+        for kind in thing.__mro__:
+            yield from vars(kind).values() if _is_of_the_script(kind.__module__) else ()
+    elif type(thing).__module__.startswith("torch.nn."):
+        yield from getattr(thing, "_modules", {}).values()  # a Sequential of transforms, say
+    else:
         yield from getattr(thing, "__dict__", {}).values()
-        if not type(thing).__module__.startswith(("torch.", "builtins")):
-            yield from (value for value in vars(type(thing)).values() if isinstance(value, FunctionType))
+        yield from (getattr(thing, slot, None) for kind in type(thing).__mro__ for slot in _slots(kind))
+        yield type(thing)
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else slots
+
+
+def _named_by(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield what ``code`` and the functions within it name of a module's ``names``, and of modules among them."""
+    for name in code.co_names:
+        value = names.get(name)
+        if isinstance(value, ModuleType):
+            if _is_of_the_script(value.__name__):
+                yield from (vars(value).get(attribute) for attribute in code.co_names)
+        elif (
+            isinstance(value, (FunctionType, type)) or is_generator(value) or _is_of_the_script(type(value).__module__)
+        ):
+            yield value
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _named_by(inner, names)
+
+
+@lru_cache(maxsize=1000)
+def _is_of_the_script(module: str) -> bool:
+    """True for a module of the user's, as opposed to Python's own, installed ones and this package."""
+    if module.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy", "toolkit") and module != "__main__":
+        return False
+    parts = Path(getattr(sys.modules.get(module), "__file__", None) or "").parts
+    return not {"site-packages", "dist-packages"} & {*parts}
 
 
 def _is_full(cell: Any) -> bool:

@@ -151,9 +151,13 @@ class IterableFeed:
 
         Loaders shuffle by the epoch's number, by generators of their own, or by torch's: all three are set.
         """
-        for owner in (self._inner, *(getattr(self._inner, name, None) for name in PARTS)):
+        parts = [getattr(self._inner, name, None) for name in PARTS]
+        for owner in (self._inner, *parts, *(getattr(part, "sampler", None) for part in parts)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(number % ROUNDS)
+        # Fabric's loader sets the epoch once more, by its own count, which begins at 0 after a resume.
+        if hasattr(self._inner, "_num_iter_calls"):
+            self._inner._num_iter_calls = number % ROUNDS
         for generator, origin in self._origins.items():
             seed_generator(generator, hash64(origin, number))
         self._seed(-1 - number)

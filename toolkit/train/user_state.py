@@ -38,6 +38,7 @@ from toolkit.train.plain_state import OptimizerSlots
 log = logs.get(__name__)
 
 MODEL, AVERAGE, OTHERS, BUFFERS, GRADIENTS = "model", "ema", "state", "update/buffers", "gradients"
+GENERATORS = "update/generators"
 
 
 @runtime_checkable
@@ -95,6 +96,14 @@ class UserState:
         #: What the script gave its generators. A filled one is at the epoch that was saved.
         self.origins = {each: randomness.origin_of(each) for each in others.values() if is_generator(each)}
         self._others = {name: _other(name, value) for name, value in others.items()}
+        # Those that layers draw from in a pass. On another number of ranks they stay as the script makes them.
+        drawing = {id(each): each for module in modules.values() for each in randomness.generators_of(module)}
+        self._generators = {
+            f"{GENERATORS}/rank{rank}/{number}": _other(GENERATORS, each)
+            for number, each in enumerate(drawing.values())
+            if not self.has(each)
+        }
+        self._filled_generators: list[str] = []
         # A moving average is saved as a module; its count of updates is not among the averaged weights.
         for name, module in modules.items():
             if isinstance(module, AveragedModel):
@@ -152,6 +161,8 @@ class UserState:
             value, tensors = parts[name]
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
             entries |= plain_state.entries_of(at, kind, value, tensors)
+        for at, generator in self._generators.items():
+            entries |= plain_state.entries_of(at, PerRank, *generator.take_apart())
         return entries
 
     def _shapes_now(self) -> dict[str, object]:
@@ -282,6 +293,11 @@ class UserState:
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
             other.filled = plain_state.places_of(at, manifest)
             entries |= plain_state.entries_of(at, kind, None, other.filled)
+        is_same_size = manifest.world_size == self._world_size
+        self._filled_generators = [at for at in self._generators if is_same_size and at in manifest.values]
+        for at in self._filled_generators:
+            self._generators[at].filled = plain_state.places_of(at, manifest)
+            entries |= plain_state.entries_of(at, PerRank, None, self._generators[at].filled)
         return {**entries, **self._window.places(manifest.meta.get("logged", []))}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
@@ -312,6 +328,8 @@ class UserState:
         for name, other in self._others.items():
             own = _place(name, self._rank)
             other.put_together(values[own] if own in values else values[_place(name)])
+        for at in self._filled_generators:
+            self._generators[at].put_together(values[at])
         self._window.loaded()
         self._is_loaded = True
 
@@ -333,7 +351,8 @@ class UserState:
 
     def digests(self) -> dict[str, Tensor]:
         """Return a digest of each other object, by name. Loaders are left out: their batches tell where they are."""
-        parts = {name: each.take_apart() for name, each in self._others.items() if not each.is_loader}
+        others = {**self._others, **{f"generator {n}": each for n, each in enumerate(self._generators.values())}}
+        parts = {name: each.take_apart() for name, each in others.items() if not each.is_loader}
         return {f"state/{name}": torch.tensor(_digest(*part)) for name, part in parts.items()}
 
     def rate(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
@@ -112,6 +112,44 @@ def test_generators_of_a_sampler_and_a_data_set_are_brought_to_their_place(
     resumed = IterableFeed(loader(), seeder(3, 0), 1, is_there=False)
     last = EPOCHS - 1
     assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
+
+
+class Recording(Sampler[int]):
+    """A sampler that shuffles by the epoch it was told, as torch's DistributedSampler does."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.told).sample(range(2 * BATCHES), 2 * BATCHES))
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+
+def fabrics(loader: DataLoader[torch.Tensor]) -> Any:
+    return pytest.importorskip("lightning.fabric.wrappers")._FabricDataLoader(loader)
+
+
+@pytest.mark.parametrize("wrapped", [lambda loader: loader, fabrics], ids=["plain", "fabric"])
+@pytest.mark.parametrize("is_by_batch", [False, True])
+def test_a_loader_begins_the_epoch_of_the_resume(wrapped: Callable[[Any], Any], is_by_batch: bool) -> None:
+    """Before, Fabric's began at 0, by its own count, and a sampler within a batch sampler was not told at all."""
+
+    def feed() -> IterableFeed:
+        by_batch: Any = {"batch_sampler": BatchSampler(Recording(), 2, drop_last=False)}
+        arguments = by_batch if is_by_batch else {"batch_size": 2, "sampler": Recording()}
+        data: Any = torch.arange(2 * BATCHES)
+        loader: DataLoader[torch.Tensor] = DataLoader(data, **arguments)
+        return IterableFeed(wrapped(loader), seeder(3, 0), 1, is_there=False)
+
+    whole, resumed = feed(), feed()
+    epochs = [torch.stack([*whole.epoch(number, 0, number * BATCHES)]) for number in range(3)]
+    assert not torch.equal(epochs[1], epochs[2])
+    assert torch.equal(torch.stack([*resumed.epoch(2, 1, 2 * BATCHES + 1)]), epochs[2][1:])
 
 
 def test_a_loader_made_anew_for_each_epoch_keeps_the_origin_of_its_generators() -> None:

@@ -279,6 +279,30 @@ def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints:
     assert [batch.tolist() for (batch,) in feed.epoch(0, 4, 4)] == seen[4:]
 
 
+class Noisy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.drawn = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(2, generator=self.drawn)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_generator_that_a_layer_draws_from_goes_on(checkpoints: CheckpointFolder, ranks: int) -> None:
+    """On another number of ranks it begins as the script makes it: each rank had its own."""
+    first, again = Noisy(), Noisy()
+    first(torch.ones(2))
+    save(checkpoints, 3, handed_over(model=first).state(), {}, rank=0, world_size=1, kv=None, attempt=1)
+    expected = torch.rand(4, generator=first.drawn if ranks == 1 else torch.Generator().manual_seed(7))
+    cpu = torch.device("cpu")
+    state = UserState({"model": again}, 0, ranks, cpu, LogWindow(0, cpu))
+    loaded = load(checkpoints, state.places, rank=0, world_size=1, kv=None, attempt=2)
+    assert loaded is not None
+    state.loaded(loaded.values)
+    assert torch.equal(torch.rand(4, generator=again.drawn), expected)
+
+
 def test_an_older_checkpoint_without_means_clears_those_of_a_damaged_one() -> None:
     window = LogWindow(0, torch.device("cpu"))
     window.places(["train/loss"])["log/rank0/window"].value.fill_(3.0)  # type: ignore[union-attr]
