@@ -371,7 +371,7 @@ class TrainingRun(UserSteps):
             while not self._is_done(life.step, end):
                 if self._trace is not None:
                     self._window.latest.clear()  # what was logged between two steps is none of the step's
-                    self._trace.begin(life.step, self._epoch)
+                    self._trace.begin(life.step, self._at.epoch)
                 self._activity.phase = activity.WAITING_FOR_DATA
                 began = time.perf_counter()
                 batch = next(batches, self)  # ``self`` stands for the end: a batch may be anything, None too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -115,14 +115,14 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan) -> CheckRep
     return CheckReport(
         steps=len(ours.steps),
         ranks=ranks,
-        struck=plan.struck,
+        struck=plan.struck[: len(attempts) - 1],
         resumed=tuple(Resume(step, of_steps.get(step, "at the end")) for step in resumed.values()),
         first=first,
         broken=broken,
         different=different,
-        nothing=_nothing(ours.steps, resumed.values()),
+        nothing=_nothing(ours.steps, [*resumed.values()], len(attempts) - 1, len(plan.struck)),
         unseen=_unseen(ours.steps),
-        places=tuple(dict.fromkeys(of_steps.values())),
+        places=tuple(dict.fromkeys(of_steps.values())) if plan.step is None else (),
         conditions=_changed([*ours.conditions, *theirs.conditions], but="world size" if len(ranks) > 1 else None),
         worst_loss=worst,
         moving_shares=plan.moving_shares,
@@ -149,10 +149,15 @@ def _clocks(ours: Steps, theirs: Steps, end: int) -> set[str]:
     }
 
 
-def _nothing(steps: Steps, resumed: Iterable[int]) -> str | None:
+def _nothing(steps: Steps, resumed: Sequence[int], struck: int, planned: int) -> str | None:
     """Return why runs without a difference prove nothing; None if they prove something."""
-    if not [*resumed]:
+    if not resumed:
         return "no resumed run read a checkpoint, so that two runs from the beginning were compared"
+    if struck < planned:
+        return (
+            f"only {struck} of {planned} kills came, for after the last of them no checkpoint was committed: see the "
+            "log for why; one reason is an optimizer that was handed over and makes no step any more"
+        )
     if _is_constant(steps, "weights", "buffers", "optimizer", "state"):
         return (
             "nothing of what is saved changes in any step, so that a resume has nothing to lose; is it this model that "

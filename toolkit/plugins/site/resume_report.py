@@ -70,7 +70,7 @@ class CheckReport:
     different: Mapping[str, str]
     nothing: str | None  #: why the check proves nothing
     unseen: tuple[str, ...]  #: what was alike in all steps, so that its loss would not show
-    places: tuple[str, ...]  #: those that the steps have
+    places: tuple[str, ...]  #: those that the steps have; () if the step was asked for
     conditions: Mapping[str, tuple[Any, ...]]
     worst_loss: float | None  #: the largest relative difference, if not every bit must be equal
     moving_shares: bool
@@ -93,8 +93,7 @@ def page(report: CheckReport, kept: Sequence[Path]) -> str:
     resumes = [f"step {resume.step} ({resume.place})" for resume in report.resumed]
     lines = [f"disturbed run: {'; '.join(report.struck)}"]
     lines += [f"resumed from {listing(resumes)}"] if resumes else []
-    if len(report.struck) > 1 or report.verdict == PROVES_NOTHING:
-        lines += _untried(report)
+    lines += _untried(report) if report.places else []
     lines.append("")
     if report.first is not None:
         lines.append(f"DIFFERENT from step {report.first} on ({' then '.join(map(str, report.ranks))} ranks):")
@@ -137,7 +136,7 @@ def _untried(report: CheckReport) -> list[str]:
     done = {resume.place for resume in report.resumed}
     absent = [place for place in (FIRST_EPOCH, LATER_EPOCH, EPOCH_END) if place not in report.places]
     missed = [place for place in report.places if place not in done]
-    lines = [f"not tried: a resume {listing(missed)}: try again"] if missed and report.resumed else []
+    lines = [f"not tried: a resume {' or '.join(missed)}: no checkpoint was made there"] if missed else []
     if absent:
         lines.append(f"not tried: a resume {' or '.join(absent)}: the {report.steps} steps have none (--steps)")
     return lines

@@ -5,12 +5,14 @@ The verdict is written into the run, and a requeue is asked of Slurm.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
 from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
+from toolkit.files import rundir
 from toolkit.files.run_files import STOPPED_PHASE, RunState
 from toolkit.hang import stacks
 from toolkit.run.attempt import advice, error_files
@@ -73,6 +75,8 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
         attempt.lose([node])
     facts = _facts(context, attempt, fate)
     verdict = judge(facts)
+    if rundir.TRACE_VARIABLE in os.environ:  # `toolkit resume-check` kills ranks, which is no fault of a node
+        verdict = replace(verdict, suspect=None)
     host = verdict.suspect
     if host is None or context.job.slurm is None:  # without Slurm there is no other node
         return verdict
