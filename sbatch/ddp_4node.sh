@@ -17,7 +17,6 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 
-set -euo pipefail
 trap '' HUP INT TERM USR1 USR2  # a stop that comes before toolkit has started must not end the job without a result
 
 # Slurm runs a spooled copy of this script, so its own path says nothing: the project is the folder that sbatch was
@@ -27,7 +26,7 @@ if [[ ! -f $project/jobs/classify.py ]]; then
     echo "ddp_4node.sh: $project is not the project; call sbatch in the project's folder, or export TOOLKIT_HOME" >&2
     exit 2
 fi
-cd "$project"
+cd "$project" || exit 2
 
 # The environment: .venv in the project. If your site uses modules or conda, fill in its lines here, for example
 #   module load python/3.12 && source ~/envs/toolkit/bin/activate

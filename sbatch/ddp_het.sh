@@ -23,7 +23,6 @@
 #SBATCH --time=00:30:00
 #SBATCH --requeue
 
-set -euo pipefail
 trap '' HUP INT TERM USR1 USR2  # a stop that comes before toolkit has started must not end the job without a result
 
 # The batch host is the first node of the first component. It does there what the script of any other job does.

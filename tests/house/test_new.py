@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,26 @@ def test_what_cannot_be_made_is_said_and_nothing_is_left(
     assert cli.main(["new", *argv]) == EXIT_REQUEST
     assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("script", ["sbatch/ddp_4node.sh", "sbatch/ddp_het.sh", "demo.sh"])
+def test_a_batch_script_survives_an_activation_that_reads_unset_variables_and_fails_in_between(
+    script: str, tmp_path: Path
+) -> None:
+    shutil.copytree(Path(__file__).parents[2] / "sbatch", tmp_path / "sbatch")
+    assert cli.main(["new", "demo"]) == EXIT_DONE
+    place, activate = "# Load your environment here: ", "source .venv/bin/activate"
+    text = (tmp_path / "demo/demo.sh").read_text()
+    assert f"{place}module load python; {activate}" in text
+    (tmp_path / "demo.sh").write_text(text.replace(place, f"{activate} #"))
+    for name, content in {
+        "jobs/classify.py": "",
+        ".venv/bin/activate": 'PS1="(env) $PS1_OF_NOBODY"\nfalse\nfalse | true\nexport PATH=$PWD/.venv/bin:$PATH\n',
+        ".venv/bin/toolkit": '#!/bin/sh\necho "toolkit $1"\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / ".venv/bin/toolkit").chmod(0o755)
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "HOME": os.environ["HOME"]}
+    done = subprocess.run(["bash", tmp_path / script], env=environ, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("toolkit supervise\n", 0), done.stderr

@@ -42,8 +42,7 @@ SBATCH = """#!/bin/bash
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-set -euo pipefail
-cd "${{SLURM_SUBMIT_DIR:-$PWD}}"
+cd "${{SLURM_SUBMIT_DIR:-$PWD}}" || exit 2
 trap '' HUP INT TERM USR1 USR2  # a stop that comes before toolkit has started must not end the job without a result
 # Load your environment here: module load python; source .venv/bin/activate
 exec toolkit {within}
