@@ -82,6 +82,8 @@ def test_a_mistake_is_marked_at_its_place(wrong: dict[str, Any], place: list[str
 
 def test_what_refers_to_another_key_is_valid_where_a_number_or_a_word_is_due() -> None:
     VALIDATOR.validate({"extends": "base.yaml", "sweep": {"optim.lr": [0.1]}, "params": {"width": 3}})
+    for time in (90, "4h", "1d 2h", "2:00:00", "1-12"):
+        VALIDATOR.validate({"cluster": {"time_min": time}})
     VALIDATOR.validate({"optim": {"min_lr": "${optim.lr}", "schedule": "${params.schedule}"}})
 
 

@@ -107,6 +107,37 @@ def test_options_of_the_script_before_the_dashes_are_answered_by_the_line_to_wri
     assert args.words == advice.partition(" -- ")[2].split()
 
 
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        ("submit loop.py --nodes 2", "toolkit submit loop.py cluster.nodes=2"),
+        (
+            "submit loop.py -N 2-4 -p gpu --wait",
+            "toolkit submit loop.py cluster.extra.nodes=2-4 cluster.partition=gpu --wait",
+        ),
+        (
+            "exec --time=1:00:00 --mem 4G -- python x.py",
+            "toolkit exec cluster.time_min=60 cluster.mem_gb=4 -- python x.py",
+        ),
+        ("exec --mem=512 --exclusive -- x", "toolkit exec cluster.mem_gb=0.5 cluster.exclusive=true -- x"),
+        ("sweep loop.py --mail-type FAIL a=1,2", "toolkit sweep loop.py cluster.extra.mail-type=FAIL a=1,2"),
+        (
+            "resume x --ntasks=4 --exclusive=user",
+            "toolkit resume x cluster.extra.exclusive=user\n--ntasks: use cluster.n",
+        ),
+        ("submit own.py --nodes 2", "toolkit submit own.py -- --nodes 2"),
+    ],
+)
+def test_options_of_sbatch_are_answered_by_their_keys(
+    argv: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text("import argparse\nargparse.ArgumentParser().add_argument('--nodes')\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv.split())
+    assert ended.value.code == EXIT_REQUEST
+    assert f"\n    {advice}" in capsys.readouterr().err
+
+
 def test_a_resume_keeps_the_arguments_and_may_change_one(capsys: pytest.CaptureFixture[str]) -> None:
     run = toolkit("submit", "loop.py", "--executor", "local", "--", "--epochs", "3", "--amp")
     ended = RunResult.from_json({"state": "completed", "why": ""})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+_UNITS = re.compile(r"(?:([0-9]+) *d)? *(?:([0-9]+) *h)? *(?:([0-9]+) *m(?:in)?)?")
 _SLURMS = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 
 
@@ -45,3 +47,16 @@ def parse_slurms(text: str | None) -> float | None:
         parts = [0, *parts[:2]]
     hours, minutes, seconds = parts
     return float(((24 * days + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_minutes(text: str) -> int | None:
+    """Return the minutes of ``4h``, ``90min`` or ``1d12h``, or of a time in Slurm's notation: ``2:00:00``, ``1-12``.
+
+    Seconds are rounded up. None for anything else, and for ``00:30``: Slurm reads it as minutes and seconds, and many
+    mean hours and minutes.
+    """
+    if text and (match := _UNITS.fullmatch(text)):
+        days, hours, minutes = (int(part or 0) for part in match.groups())
+        return (24 * days + hours) * 60 + minutes
+    seconds = None if re.fullmatch(r"[0-9]+:[0-9]+", text) else parse_slurms(text)
+    return None if seconds is None else math.ceil(seconds / 60)

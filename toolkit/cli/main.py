@@ -203,7 +203,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     # An unknown option is an error; other words are overrides.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         unknown = " ".join(text for text in rest if text.startswith("-")) or rest[0]
-        args.refuse(f"unrecognized arguments: {unknown}{_after_dashes(args, words[:cut], rest)}")
+        keys = _as_keys(words, cut, rest)
+        args.refuse(keys or f"unrecognized arguments: {unknown}{_after_dashes(args, words[:cut], rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     if args.words and words[0] in TAKE_ARGUMENTS:
@@ -223,6 +224,32 @@ def _joined(words: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def _as_keys(words: Sequence[str], cut: int, unknown: Sequence[str]) -> str:
+    """Return the command line with the ``unknown`` options in ``words[:cut]`` as keys, if all are options of sbatch."""
+    if words[0] not in ("exec", *TAKE_ARGUMENTS):
+        return ""
+    from toolkit.config.cluster import FLAGS, REFUSED, SHORT, as_override
+    from toolkit.config.script_keys import acting_keys
+
+    script = next((word for word in words[1:cut] if word.endswith(".py")), None)
+    own = {option.flag for option in acting_keys(script, ()).options} if script is not None else ()
+    line, notes = [*words[:cut]], list[str]()
+    for place in reversed(range(1, cut)):
+        flag, equals, value = words[place].partition("=")
+        if not flag.startswith("-") or words[place] not in unknown:
+            continue
+        name = SHORT.get(flag[1:], "") if len(flag) == 2 else flag.removeprefix("--")
+        if name not in FLAGS or flag in own:
+            return ""
+        if not equals and FLAGS[name] == "value" and place + 1 < len(line):
+            value = line.pop(place + 1)
+        override = as_override(name, value)
+        line[place : place + 1] = [] if override is None else [override]
+        notes += [] if override is not None else [f"--{name}: {REFUSED[name]}"]
+    shown = shlex.join(["toolkit", *line, *words[cut:]])
+    return "\n".join(["options of sbatch are keys here:", f"    {shown}", *reversed(notes)])
 
 
 def _after_dashes(args: argparse.Namespace, words: Sequence[str], rest: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import hostlist
+from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import ConfigError, RequestError, SlurmError, nearest
 from toolkit.limits import (
     PATH,
@@ -40,6 +42,7 @@ _SLURMS_MOST = 65_533
 _Some: TypeAlias = Annotated[int, Range(1, _SLURMS_MOST)]
 _Price: TypeAlias = Annotated[float, Range(0, 1e6)]
 _GPU_TYPE = Where(re.compile(r"[\w.+-]+").fullmatch, "{!r} is no type of a GPU, such as a100")
+_MEMORY = Where(lambda size: size == 0 or size >= 0.001, "{!r} is less than a megabyte; 0 is all memory of a node")
 _ON_EACH_NODE = Where(is_absolute, "{!r} is relative: give an absolute path on each node")
 
 
@@ -62,8 +65,9 @@ class ClusterConfig:
     cpus_per_task: _Some = 1  #: CPU cores of each rank, for it and its data workers
     gpus_per_node: Annotated[int, Range(0, 1024)] = 0  #: 0: a job on CPUs
     gpu_type: Annotated[str, TEXT, _GPU_TYPE] | None = None  #: the type in a site's --gres, such as a100
-    mem_gb: Annotated[float, Range(0.001, 2**20)] | None = None  #: memory of a node; null: the site's default
-    #: the time limit; the run goes on in another job when it is over
+    #: memory of a node; null: the site's default; 0: all that the node has
+    mem_gb: Annotated[float, Range(0, 2**20), _MEMORY] | None = None
+    #: the time limit, in minutes, or as 4h or 1-12:00:00; the run goes on in another job when it is over
     time_min: Annotated[int, Range(1, 366 * 24 * 60)] = 30
     partition: str | None = None  #: null: the default of the site, as for account and qos
     account: str | None = None
@@ -121,6 +125,7 @@ class ClusterConfig:
         check_extra(self)
         if self.exclude is not None:
             _check_hosts("cluster.exclude", self.exclude)
+        _check_extra_sizes(self)
         if not self.components and 0 < self.gpus_per_node * self.tasks_per_gpu < self.tasks_per_node:
             raise ConfigError(
                 f"cluster.tasks_per_node: {self.tasks_per_node} ranks cannot share {self.gpus_per_node} GPUs of a "
@@ -215,7 +220,7 @@ REFUSED: Mapping[str, str] = {
     "distribution": _PLACES_RANKS,
     "error": _LOGS,
     "exclude": "use cluster.exclude",
-    "exclusive": "use cluster.exclusive",
+    "exclusive": "use cluster.exclusive; only user, mcs and topo stand here",
     "export": _RANKS_ENVIRONMENT,
     "export-file": _RANKS_ENVIRONMENT,
     "external": "such a job has no batch script, and so no supervisor",
@@ -229,9 +234,9 @@ REFUSED: Mapping[str, str] = {
     "help": _NOTHING_IS_SUBMITTED,
     "input": "the supervisor reads no input",
     "job-name": "use name",
-    "mem": "use cluster.mem_gb",
+    "mem": "use cluster.mem_gb; 0 is all memory of a node",
     "no-kill": "use cluster.spare_nodes or retry.allow_fewer_nodes: without them nobody would requeue the job",
-    "nodes": "use cluster.nodes",
+    "nodes": "use cluster.nodes; only a range of them, such as 2-4, stands here",
     "ntasks": "use cluster.nodes and cluster.tasks_per_node",
     "ntasks-per-gpu": "use cluster.tasks_per_node",
     "ntasks-per-node": "use cluster.tasks_per_node",
@@ -258,6 +263,60 @@ REFUSED: Mapping[str, str] = {
 }
 
 
+#: Values of refused flags that no key of ``cluster`` can express.
+_BEYOND_KEYS = {"exclusive": re.compile("user|mcs|topo"), "nodes": re.compile(r"[0-9]+[-,][0-9,:-]+")}
+
+
+def instead_of_flag(word: str) -> str | None:
+    """Return which key stands for an option of sbatch, or why it is refused. None for what is no option of sbatch."""
+    name = word.lstrip("-").replace("_", "-")
+    name = SHORT.get(name, name)
+    advice = REFUSED.get(name, f"use cluster.extra.{name}").partition(";")[0]
+    return f"for sbatch's --{name} {advice}" if name in FLAGS else None
+
+
+def as_override(name: str, value: str) -> str | None:
+    """Return an option of sbatch, by its long name, as ``key=value``. None where no single key stands for it."""
+    if name in _BEYOND_KEYS and _BEYOND_KEYS[name].fullmatch(value):
+        return f"cluster.extra.{name}={value}"
+    key = re.fullmatch("use ([a-z_.]+)(?:;.*)?", REFUSED.get(name, ""))
+    if key is None:
+        return None if name in REFUSED else f"cluster.extra.{name}={value or 'true'}"
+    size = re.fullmatch("([0-9]+)([KMGT]?)", value)
+    if name == "mem" and size is not None:
+        value = f"{int(size[1]) * 1024.0 ** ('KMGT'.index(size[2] or 'M') - 2):g}"
+    if name == "time" and (seconds := parse_slurms(value)) is not None:
+        value = str(math.ceil(seconds / 60))
+    return f"{key[1]}={value or 'true'}"
+
+
+def gpus_in(cluster: ClusterConfig) -> int | None:
+    """Return the GPUs of a node that ``cluster.extra.gres`` asks for. None where it asks for none."""
+    found = re.findall(r"(?:^|,)(?:gres[/:])?gpu(?::[^,:]*[^,:0-9][^,:]*)?(?::([0-9]+))?(?=[,(]|$)", _gres(cluster))
+    return sum(int(count or 1) for count in found) if found else None
+
+
+def _gres(cluster: ClusterConfig) -> str:
+    return str(cluster.extra.get("gres", ""))
+
+
+def _check_extra_sizes(cluster: ClusterConfig) -> None:
+    """Refuse GPUs or a range of nodes in ``cluster.extra`` that the other keys contradict."""
+    count = gpus_in(cluster)
+    differs = any("gpus_per_node" in own for own in cluster.components)
+    if count is not None and (differs or (count, cluster.gpu_type) != (cluster.gpus_per_node, None)):
+        raise ConfigError(
+            f"cluster.extra.gres: {_gres(cluster)} asks for {count} GPUs of each node; set "
+            f"cluster.gpus_per_node={count} as well, by which ranks are placed, and leave cluster.gpu_type out"
+        )
+    least = re.match("[0-9]+", str(cluster.extra.get("nodes", "")))
+    if least is not None and (cluster.components or cluster.spare_nodes or int(least[0]) > cluster.nodes):
+        raise ConfigError(
+            f"cluster.extra.nodes: {cluster.extra['nodes']} goes with cluster.nodes from {least[0]} on, for which the "
+            "config is checked, and without cluster.spare_nodes and cluster.components"
+        )
+
+
 def check_extra(cluster: ClusterConfig) -> None:
     """Refuse what ``cluster.extra`` may not ask of sbatch, with the reason. Raises ConfigError."""
     seen: dict[str, str] = {}
@@ -270,7 +329,8 @@ def check_extra(cluster: ClusterConfig) -> None:
         if flag in SHORT or flag.startswith("-"):
             name = SHORT.get(flag.lstrip("-"), flag.lstrip("-"))
             raise ConfigError(f"{where}: {REFUSED.get(name) or f'write the long name of the flag, {name}'}")
-        if flag in REFUSED:
+        is_beyond_keys = flag in _BEYOND_KEYS and _BEYOND_KEYS[flag].fullmatch(str(value)) is not None
+        if flag in REFUSED and not is_beyond_keys:
             raise ConfigError(f"{where}: {REFUSED[flag]}")
         # SPANK plugins of the site add flags that the list does not have.
         if flag not in FLAGS and flag not in _plugins_flags():
@@ -280,6 +340,8 @@ def check_extra(cluster: ClusterConfig) -> None:
     for limit in ("mem-per-cpu", "mem-per-gpu"):
         if limit in seen and cluster.mem_gb is not None:
             raise ConfigError(f"cluster.extra.{seen[limit]}: does not go with cluster.mem_gb; leave one of them out")
+    if "exclusive" in seen and cluster.exclusive:
+        raise ConfigError(f"cluster.extra.{seen['exclusive']}: does not go with cluster.exclusive; leave that out")
     if {"requeue", "no-requeue"} <= seen.keys():
         raise ConfigError("cluster.extra.no-requeue: does not go with requeue; leave one of them out")
 
@@ -296,9 +358,6 @@ def _check_value(where: str, flag: str, value: object) -> None:
         raise ConfigError(f"{where}: --{flag} takes no value; write true")
     if flag == "nodelist" and isinstance(value, str):
         _check_hosts(where, value)
-    resources = [part.partition(":")[0].removeprefix("gres/") for part in str(value).split(",")]
-    if flag == "gres" and "gpu" in resources:
-        raise ConfigError(f"{where}: use cluster.gpus_per_node and cluster.gpu_type for GPUs")
 
 
 def _check_hosts(key: str, text: str) -> None:

@@ -10,7 +10,6 @@ to write.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,10 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import registry
 from toolkit.base import fsio
-from toolkit.base.durations import parse_slurms
+from toolkit.base.durations import parse_minutes, parse_slurms
 from toolkit.base.errors import ConfigError, nearest
 from toolkit.config import yaml_core
+from toolkit.config.cluster import instead_of_flag
 from toolkit.config.job_module import job_source, params_source
 from toolkit.config.params import dataclass_in, defaults_of
 from toolkit.config.references import MISSING, References, build, escaped, final_value, refers, resolved
@@ -390,9 +390,11 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
             ]
             leaf = full.rpartition(".")[2]
             elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+            if prefix in ("", "cluster.") and not elsewhere and (advice := instead_of_flag(key)) is not None:
+                raise layer.error(key_node, f"unknown key {full!r}; {advice}")
             there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
             own = "" if "." in full else f"a key of the job's own is params.{full}; "
-            likeliest = nearest(full, here) or there or own
+            likeliest = (there if elsewhere and not prefix else nearest(full, here)) or there or own
             raise layer.error(key_node, f"unknown key {full!r}; {likeliest}valid here: {', '.join(sorted(valid))}")
         if full == "params" and schema is JobConfig:  # the job says what is in there
             continue
@@ -464,6 +466,8 @@ def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
         return value if written == node.value else str(node.value)
     if value == MISSING:
         return value
+    if full == "cluster.time_min" and isinstance(value, str):
+        value = value if (minutes := parse_minutes(value)) is None else minutes
     if not fits(value, kinds):
         raise layer.error(node, _misfit(layer, node.value, value, kinds, full))
     try:
@@ -486,7 +490,8 @@ def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], ful
         key = full.rpartition(".")[2]
         quoted = f"{key}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
         return f"{full}: takes text, and {written} is {kind} to YAML; quote it: {quoted}"
-    seconds = parse_slurms(str(value)) if full == "cluster.time_min" else None
-    if seconds:
-        takes += f"; in minutes that is {math.ceil(seconds / 60)}"
+    if full == "cluster.time_min":
+        takes = "this key takes minutes, or a time such as 4h, 90min, 2:00:00 or 1-12:00:00"
+        if parse_slurms(str(value)):
+            takes += f"; Slurm reads this as minutes and seconds: give {written}:00 for hours and minutes"
     return f"{full}: {written!r} is {kind}, and {takes}"

@@ -71,6 +71,13 @@ def load(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         ("cluster.qos", "~", None),
         ("cluster.exclusive", "True", True),
         ("cluster.nodes", "010", 10),
+        ("cluster.time_min", "90", 90),
+        ("cluster.time_min", "4h", 240),
+        ("cluster.time_min", "90m", 90),
+        ("cluster.time_min", "1d 2h 3min", 1563),
+        ("cluster.time_min", "24:00:00", 1440),
+        ("cluster.time_min", "1-12", 2160),
+        ("cluster.time_min", "0:00:30", 1),
         ("cluster.nodes", "0o10", 8),
         ("cluster.nodes", "0x10", 16),
         ("optim.lr", "1e-3", 0.001),
@@ -101,8 +108,12 @@ def test_a_scalar_means_in_every_layer_what_yaml_1_2_says(load: Load, key: str, 
         ("cluster.account", "0755", "takes text, and 0755 is a whole number to YAML; quote it: "),
         ("cluster.constraint", "1.10", "takes text, and 1.10 is a number to YAML; quote it: "),
         ("cluster.partition", "true", "takes text, and true is true or false to YAML; quote it: "),
-        ("cluster.time_min", "24:00:00", "takes a whole number; in minutes that is 1440"),
-        ("cluster.time_min", "1-12:00:00", "takes a whole number; in minutes that is 2160"),
+        (
+            "cluster.time_min",
+            "long",
+            "'long' is text, and this key takes minutes, or a time such as 4h, 90min, 2:00:00",
+        ),
+        ("cluster.time_min", "00:30", "Slurm reads this as minutes and seconds: give 00:30:00 for hours and minutes"),
         ("cluster.exclusive", "yes", "'yes' is text, and this key takes true or false"),
         ("cluster.nodes", "'3'", "'3' is text, and this key takes a whole number"),
         ("cluster.nodes", "3.0", "'3.0' is a number, and this key takes a whole number"),
@@ -121,6 +132,24 @@ def test_another_type_is_refused_in_every_layer_and_says_what_to_write(
         load(key, written)
     assert says in str(caught.value)
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("time=60", "unknown key 'time'; for sbatch's --time use cluster.time_min"),
+        ("gpus=4", "use cluster.gpus_per_node"),
+        ("nodes=2", "did you mean 'cluster.nodes'"),
+        ("mem=4", "use cluster.mem_gb"),
+        ("n=4", "for sbatch's --ntasks use cluster.nodes and cluster.tasks_per_node"),
+        ("cluster.cpus-per-gpu=4", "use cluster.cpus_per_task"),
+        ("cluster.mail_type=FAIL", "use cluster.extra.mail-type"),
+        ("time_min=60", "did you mean 'cluster.time_min'"),
+    ],
+)
+def test_the_words_of_sbatch_lead_to_their_keys(written: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, [written], site=False)
 
 
 def test_the_error_names_file_and_line_and_what_it_says_to_write_is_taken(tmp_path: Path) -> None:

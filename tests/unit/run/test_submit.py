@@ -26,7 +26,7 @@ from toolkit.run.submission import executors, handle, sbatch, submit
 from toolkit.run.submission import resume as resume_module
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
-from toolkit.run.submission.sbatch import sbatch_script
+from toolkit.run.submission.sbatch import sbatch_script, srun_options
 from toolkit.slurm import commands
 
 GOLDEN = """\
@@ -117,6 +117,19 @@ def test_each_component_has_its_block_of_options() -> None:
         "--time=60",
     ]
     assert "#SBATCH" not in rest
+
+
+def test_what_no_key_can_say_is_passed_on_in_sbatchs_words() -> None:
+    config = JobConfig()
+    config.cluster.gpus_per_node, config.cluster.nodes, config.cluster.mem_gb = 3, 2, 0
+    config.cluster.extra = {"gres": "gpu:a:1,gpu:b:2,nvme", "exclusive": "user", "nodes": "2-4"}
+    config.cluster.check()
+    script = sbatch_script(config, RunDir(Path("/run")))
+    asked = {"--gres=gpu:a:1,gpu:b:2,nvme", "--exclusive=user", "--nodes=2-4", "--mem=0M"}
+    assert asked <= {line.removeprefix("#SBATCH ") for line in script.splitlines()}
+    assert "gpus-per-node" not in script
+    assert script.count("--nodes=") == 1
+    assert "--gres=gpu:a:1,gpu:b:2,nvme" in srun_options(config)
 
 
 def test_a_default_config_asks_for_nothing_it_was_not_told() -> None:

@@ -21,6 +21,8 @@ from toolkit.limits import Limit, OneOf, Range, container_of, hints_of, item_hin
 #: A file that begins so may be replaced.
 BEGIN = '{\n  "$schema": "http://json-schema.org/draft-07/schema#",\n  "title": "slurm-batch-toolkit '
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+#: What `toolkit.base.durations.parse_minutes` reads.
+_TIME = r"^(?=.)([0-9]+ *d)? *([0-9]+ *h)? *([0-9]+ *m(in)?)?$|^[0-9]+(:[0-9]+:[0-9]+)?$|^[0-9]+-[0-9]+(:[0-9]+){0,2}$"
 _REFERENCE = {"$ref": "#/definitions/reference"}
 
 
@@ -59,6 +61,8 @@ def _section(kind: Any, prefix: str, defaults: Mapping[str, Any]) -> dict[str, A
         else:
             about = comments_of(kind)[name].replace("``", "`")
             takes = _allowed(hint, limits_of(JobConfig)[full])
+            if full == "cluster.time_min":
+                takes["anyOf"].append({"type": "string", "pattern": _TIME})
             properties[name] = {"description": about, "default": defaults[name], **takes}
     return {
         "type": "object",

@@ -168,6 +168,8 @@ def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:
         pieces, share = config.train.accumulate * 2, config.data.global_batch_size // max(1, last.world_size or 1)
         return f"train.accumulate={pieces}" if share >= pieces and not _has_loop(config, run) else ""
     asked = usage[-1].memory_bytes if usage else None
+    if config.cluster.mem_gb == 0:  # it had all
+        return ""
     given = config.cluster.mem_gb or (None if asked is None else math.ceil(asked / (1 << 30)))
     return f"cluster.mem_gb={2 * given:g}" if given and is_slurm else ""
 

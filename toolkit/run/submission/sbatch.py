@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.base import staged
 from toolkit.config import ClusterConfig, JobConfig
+from toolkit.config.cluster import gpus_in
 from toolkit.config.validation import may_lose_nodes
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare import snapshot
@@ -110,13 +111,15 @@ def slurm_parameters(
     values["additional_parameters"] = others
     for name in _CHOOSING_NODES:
         values[name] = _text(getattr(cluster, name))
+    if "nodes" in others:  # a range of them
+        del values["nodes"]
     return {name: value for name, value in values.items() if value is not None or name == "wckey"}
 
 
 #: Keys of ``cluster`` that are named as the flags which choose the nodes.
 _CHOOSING_NODES = ("partition", "account", "qos", "constraint", "exclude")
 #: Flags of sbatch without a config key of their own that decide whether and where srun gets nodes.
-_PLACING = ("nodelist", "reservation", "wckey", "licenses")
+_PLACING = ("nodelist", "reservation", "wckey", "licenses", "gres")
 
 
 def srun_options(config: JobConfig) -> list[str]:
@@ -140,6 +143,6 @@ def _text(value: Any) -> Any:
 
 
 def _gpus(cluster: ClusterConfig) -> str | int | None:
-    if cluster.gpus_per_node == 0:
+    if cluster.gpus_per_node == 0 or gpus_in(cluster) is not None:  # else sbatch would get both
         return None
     return f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
