@@ -143,3 +143,13 @@ def test_what_the_site_has_not_is_refused_before_anything_is_queued(
     assert "Traceback" not in refused.stderr
     assert gpu_site.box.run(["squeue", "--noheader"]).stdout == ""
     assert rundir.all_runs(gpu_site.runs) == runs
+
+
+def test_what_no_key_can_say_is_asked_for_in_sbatchs_words(gpu_site: Site) -> None:
+    """Two nodes of at most three are free for a job of one GPU type each, which `--gpus-per-node` could not say."""
+    extra = "cluster.extra={gres: 'gpu:fake:1,gpu:other:1', nodes: 2-3, exclusive: user}"
+    sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=2", "cluster.mem_gb=0"]
+    gpu_site.run("toolkit", "exec", extra, *sizes, "--name", "beyond", "--wait", "--", "sh", "-c", RANK)
+    run = gpu_site.find("beyond")
+    said = [path.read_text().split() for path in sorted(run.attempt_logs(1).glob("rank-*.log"))]
+    assert [words[2:4] for words in said] == [["node1", "0,2"], ["node1", "0,2"], ["node2", "0,2"], ["node2", "0,2"]]
