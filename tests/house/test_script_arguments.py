@@ -260,3 +260,21 @@ def test_why_does_not_say_that_a_script_with_checkpoints_of_its_own_has_none(
     page = " ".join(capsys.readouterr().out.split())
     assert "last checkpoint:" not in page
     assert "starts the script again, which goes on from its own checkpoints if it looks for them" in page
+
+
+def test_a_command_is_shown_without_being_submitted_and_a_submission_is_told_to_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--executor", "local", "cluster.time_min=1h", "--", "python", "plain.py"]
+    assert cli.main(["exec", "--name", "x", "--dry-run", *given]) == EXIT_DONE
+    shown = capsys.readouterr().out
+    assert "name: x\n" in shown
+    assert "argv:\n- python\n- plain.py\n" in shown
+    assert "time_min: 60" in shown
+    assert cli.main(["exec", "--dry-run", "optim.lr=3", *given]) == EXIT_REQUEST
+    assert rundir.all_runs() == []
+    capsys.readouterr()
+    for command in (["exec", "--json", *given], ["submit", "loop.py", "--json", "--executor", "local"]):
+        run = toolkit(*command)
+        told = {"run": run.id, "name": run.name, "job_id": None, "executor": "local", "path": str(run.path)}
+        assert json.loads(capsys.readouterr().out) == told

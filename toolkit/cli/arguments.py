@@ -45,9 +45,14 @@ def _print_keys(args: argparse.Namespace, *, every: bool) -> None:
 
 
 def add_wait(parser: argparse.ArgumentParser) -> None:
-    """Add ``--wait`` and ``--follow``, for `follow.see_through`."""
+    """Add ``--wait``, ``--follow`` and ``--json``, for `follow.see_through`."""
     parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
     parser.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
+    parser.add_argument("--json", action="store_true", help="print run id, job id and folder as one JSON document")
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="print the sbatch script and config, submit nothing")
 
 
 def add_after(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shlex
 import shutil
 import sys
@@ -28,16 +30,25 @@ if TYPE_CHECKING:
 STOP_WAIT_S = 180.0
 
 
-def announce(run: Run) -> None:
-    """Print run id and job id, for people and for scripts."""
+def announce(run: Run, *, as_json: bool = False) -> None:
+    """Print run id and job id, for people or for programs."""
+    if as_json:
+        job_id = run.job_id if run.executor == "slurm" else None
+        facts = {"run": run.id, "name": run.dir.name, "job_id": job_id, "executor": run.executor}
+        print(json.dumps({**facts, "path": str(run.dir.path)}), flush=True)
+        return
     where = {"slurm": f"Slurm job {run.job_id}", "local": "on this machine"}.get(run.executor, run.executor)
     print(f"run {run.id} ({where})\n  folder: {_short(run.dir.path)}", flush=True)
 
 
 def see_through(run: Run, args: Namespace) -> int:
     """Print which run was submitted. With ``--wait`` or ``--follow`` return the job's exit code at its end."""
-    announce(run)
-    return to_the_end(run, bar=args.follow) if args.wait or args.follow else EXIT_DONE
+    announce(run, as_json=args.json)
+    if not (args.wait or args.follow):
+        return EXIT_DONE
+    # A program reads one document: what comes after it is for people.
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        return to_the_end(run, bar=args.follow)
 
 
 def to_the_end(run: Run, *, bar: bool) -> int:

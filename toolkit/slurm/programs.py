@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from toolkit.base import signals
-from toolkit.base.errors import SlurmError, SlurmRefusedError
+from toolkit.base.errors import SlurmError, SlurmRefusedError, listing, nearest
 
 #: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
 #: SLURM_CONF Slurm's programs retry for 60 s before they fail.
@@ -48,12 +51,13 @@ _NO_ANSWER = (
     "Protocol authentication error",
     "Rate limit exceeded",
 )
+_PARTITION = "invalid partition"
 #: Advice for the most frequent failures, by what Slurm prints.
 _ADVICE = (
     ("Unable to contact slurm controller", "the controller is down or unreachable: `scontrol ping`, or ask the site"),
     ("Could not establish a configuration source", "set SLURM_CONF to the cluster's slurm.conf"),
     ("Invalid account", "name one of `sacctmgr show associations user=$USER` as cluster.account in the site defaults"),
-    ("invalid partition", "name one of `sinfo --summarize` as cluster.partition"),
+    (_PARTITION, "name one of `sinfo --summarize` as cluster.partition"),
     ("Requested node configuration is not available", "ask for less: `sinfo -o '%P %D %c %m %G'` shows what there is"),
     ("Invalid generic resource", "`sinfo -o '%P %G'` shows what there is; shard and mps do not go with gpu in one job"),
     ("Requested topology", "cluster.segment must divide nodes with spares, and fit a block: `scontrol show topology`"),
@@ -71,7 +75,17 @@ def tells_of_no_answer(stderr: str) -> bool:
 def advice_on(stderr: str) -> str:
     """Return what to do about a failure of Slurm's, as a line to append; empty where it is not known."""
     found = next((advice for words, advice in _ADVICE if words.lower() in stderr.lower()), None)
+    if _PARTITION in stderr.lower() and (names := _partitions()):
+        wrong = re.search(r"specified: (\S+)", stderr)
+        found = f"{nearest(wrong[1], names) if wrong else ''}cluster.partition is one of {listing(names)}"
     return f"\nWhat to do: {found}" if found else ""
+
+
+def _partitions() -> list[str]:
+    """Return the names of the partitions; none where Slurm does not answer."""
+    with suppress(SlurmError):
+        return run_program(["sinfo", "--noheader", "--format=%R"], 10.0, os.environ).split()
+    return []
 
 
 def _shown(argv: Sequence[str]) -> str:

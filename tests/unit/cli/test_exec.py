@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     monkeypatch.setattr(submit, "submit_command", record("submit"))
     monkeypatch.setattr(submit, "supervise_command", record("here"))
-    monkeypatch.setattr(follow, "announce", lambda run: None)
+    monkeypatch.setattr(follow, "announce", lambda run, as_json: None)
     monkeypatch.setattr(follow, "to_the_end", lambda run, bar: 7 if bar else 5)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return seen

@@ -246,11 +246,12 @@ def put_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) 
 def test_what_sbatch_refuses_is_said_once_in_its_words_and_leaves_no_run(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo 'invalid partition specified: nope' >&2; exit 1", srun="")
+    refusal = "echo 'invalid partition specified: gpus' >&2; exit 1"
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch=refusal, sinfo="echo cpu; echo gpu", srun="")
     assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_REQUEST
     error = capsys.readouterr().err
-    assert error.count("invalid partition specified: nope") == 1
-    assert "What to do: name one of `sinfo --summarize` as cluster.partition" in error
+    assert error.count("invalid partition specified: gpus") == 1
+    assert "What to do: did you mean 'gpu'? cluster.partition is one of cpu, gpu\n" in error
     assert not rundir.all_runs()
     assert not (tmp_path / "runs/own").exists()
 

@@ -23,7 +23,8 @@ EXAMPLES = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
         "toolkit exec [--name NAME] [--executor E] [--on-restart WORDS]\n"
-        "                    [--after RUN] [--wait] [--follow] [key=value ...] -- CMD"
+        "                    [--after RUN] [--dry-run] [--wait] [--follow] [--json]\n"
+        "                    [key=value ...] -- CMD"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=2")
     parser.add_argument("--name", help="of the run; default: the script's")
@@ -31,8 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     again = "words for the restarted script, such as '--resume {newest:ckpt/*.pt}': none until a file matches"
     parser.add_argument("--on-restart", metavar="WORDS", help=again)
     arguments.add_after(parser)
-    parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
-    parser.add_argument("--follow", action="store_true", help="wait, and show how it stands meanwhile")
+    arguments.add_dry_run(parser)
+    arguments.add_wait(parser)
 
 
 def run(args: Namespace) -> int | None:
@@ -49,6 +50,10 @@ def run(args: Namespace) -> int | None:
         except ValueError as error:  # an open quote
             raise RequestError(f"--on-restart: {args.on_restart}: {error}") from None
         args.overrides += [configs.argv_override(words, "on_restart")]
+    if args.dry_run:
+        chosen = {"name": args.name, "executor": args.executor, "after": args.after}
+        print(submit.dry_run_command(args.words, args.overrides, **chosen))
+        return None
     if args.executor != "slurm":
         inside_allocation.refuse_one_of_many_tasks()
     # Inside a job the script runs right here, in the job's allocation.

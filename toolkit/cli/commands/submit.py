@@ -21,7 +21,7 @@ EXAMPLES = (
 def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_config(parser)
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local, debug (one rank, right here)")
-    parser.add_argument("--dry-run", action="store_true", help="print the sbatch script and config, submit nothing")
+    arguments.add_dry_run(parser)
     arguments.add_after(parser)
     arguments.add_wait(parser)
 

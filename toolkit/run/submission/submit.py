@@ -73,7 +73,11 @@ def dry_run(
     """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
     chosen = choose_executor(executor)
     waits_for = awaited(after, chosen)
-    loaded = _checked(config, overrides, Path.cwd(), chosen, waits_for)
+    return _shown(_checked(config, overrides, Path.cwd(), chosen, waits_for), chosen, waits_for)
+
+
+def _shown(loaded: JobConfig, chosen: str, waits_for: AfterRecord | None) -> str:
+    """Return what would be sent of a checked config."""
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
     ranks = loaded.cluster.tasks_per_node
@@ -155,6 +159,21 @@ def submit_command(
     chosen = choose_executor(executor)
     waits_for = awaited(after, chosen)
     return submit_foreign(_foreign_config(command, overrides, name), command, chosen, waits_for)
+
+
+def dry_run_command(
+    command: Sequence[str],
+    overrides: configs.Overrides = (),
+    *,
+    name: str | None = None,
+    executor: str = "auto",
+    after: str | Sequence[str] = (),
+) -> str:
+    """Return what :func:`submit_command` would send. See :func:`dry_run`."""
+    chosen = choose_executor(executor)
+    config = _foreign_config(command, overrides, name)
+    check_submittable(config, chosen, Path.cwd())
+    return _shown(config, chosen, awaited(after, chosen))
 
 
 def submit_foreign(
