@@ -121,3 +121,21 @@ def test_a_site_without_requeue_is_told_that_follow_up_jobs_continue(without_req
     back = proofs_of(answer)["coming back"]
     assert (answer["code"], back["is_proven"]) == (0, True), answer
     assert back["text"].startswith("by a follow-up job (requeue is forbidden)")
+
+
+def test_a_submission_names_the_reservation_that_it_would_wait_for(site: Site) -> None:
+    maintenance = [
+        "reservation=maint",
+        "starttime=now+9minutes",
+        "duration=60",
+        "nodes=ALL",
+        "flags=maint",
+        "user=root",
+    ]
+    site.box.run(["scontrol", "create", *maintenance])
+    try:
+        env = {"TOOLKIT_RUNS": str(site.runs)}
+        told = site.box.run(["toolkit", "exec", "--dry-run", "cluster.nodes=2", "--", "true"], env=env).stderr
+    finally:
+        site.box.run(["scontrol", "delete", "reservation=maint"])
+    assert re.search(r"the reservation maint begins in [89] min .* with cluster.time_min=7 it can start before", told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
-from toolkit.plugins.site import doctor, site_limits, site_page, site_profile
+from toolkit.plugins.site import doctor, reservations, site_limits, site_page, site_profile
 from toolkit.plugins.site.site_profile import SiteProfile
 from toolkit.plugins.site.slurm_site import read_site
 from toolkit.slurm.commands import Slurm
@@ -370,3 +371,36 @@ def test_init_refuses_an_unknown_partition_with_the_nearest(
 ) -> None:
     assert main(["init", "--partition", "debgu"]) == 2
     assert "--partition: there is no 'debgu'; did you mean 'debug'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "begins_min", "nodes", "says"),
+    [
+        ("", 6.9, "node[1-4]", "maint begins in 6 min .* on 4 of the 4 nodes here: a job of 30 min waits"),
+        ("", 6.9, "node[1-4]", "with cluster.time_min=5 it can start before"),
+        ("", -5, "node[1-4]", "has begun, .* waits for its end, "),
+        ("cluster.nodes=3", 6.9, "node[1-2]", "on 2 of the 4 nodes here"),
+        ("cluster.nodes=2", 6.9, "node[1-2]", ""),
+        ("cluster.partition=other", 6.9, "node[1-4]", ""),
+        ("cluster.time_min=5", 6.9, "node[1-4]", ""),
+        ("cluster.extra.reservation=maint", 6.9, "node[1-4]", ""),
+    ],
+)
+def test_a_reservation_that_holds_the_job_back_is_named_with_the_time_that_fits(
+    given: str,
+    begins_min: float,
+    nodes: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin, end = (round(time.time() + 60 * at) for at in (begins_min, 60))
+    times = f"ReservationName=maint StartTime={begin} EndTime={end} Duration=00:54:00\n   Nodes={nodes} NodeCnt=4"
+    answers = {
+        "scontrol": f"{times} Flags=MAINT\n\n{times.replace(nodes, '(null)')}\n",
+        "sinfo": "norm*|node[1-4]\nother|n9\n",
+    }
+    monkeypatch.setattr(Slurm, "ask", lambda self, argv: answers[argv[0]])
+    reservations._warn.cache_clear()
+    reservations.warn_of_reservations(load_config(None, given.split(), site=False).cluster)
+    assert re.search(says, caplog.text) if says else caplog.text == ""

@@ -11,17 +11,20 @@ from toolkit.base.durations import in_units
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import JobConfig
 from toolkit.plugins.site import site_profile
+from toolkit.plugins.site.reservations import warn_of_reservations
 from toolkit.plugins.site.site_profile import PartitionRecord, SiteProfile
 
 log = logs.get(__name__)
 
 
 def check_site(config: JobConfig) -> None:
-    """Refuse what the site profile says cannot run. Without one, nothing is checked.
+    """Warn of reservations. Refuse what the site profile says cannot run; without one, nothing is refused.
 
     Raises ConfigError with the key. An old profile only warns: the site may have changed since. So do the limits of the
     default partition.
     """
+    for part in config.cluster.parts:
+        warn_of_reservations(part)
     profile = site_profile.profile_here()
     if profile is None:
         return
