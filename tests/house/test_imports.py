@@ -310,7 +310,7 @@ def test_commands_of_the_login_node_do_not_load_torch(argv: list[str]) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
-@pytest.mark.parametrize(("command", "most"), [("--help", 65), ("status", 46)])
+@pytest.mark.parametrize(("command", "most"), [("--help", 66), ("status", 46)])
 def test_a_command_of_the_login_node_imports_few_modules(tmp_path: Path, command: str, most: int) -> None:
     """Each takes a part of a millisecond, on a shared file system several. Counted without runs.
 
@@ -334,6 +334,59 @@ def test_only_fsio_renames_files() -> None:
     for path in SOURCES:
         if path.name != "fsio.py":
             assert not [call for call in ("os.replace(", "os.rename(", ".rename(") if call in text_of(path)], path
+
+
+#: Where files are read that are neither of a run nor of a cache that others may write into, and why.
+OTHER_FILES = {
+    "what the kernel tells": (
+        *("base/disks", "base/node_memory", "base/proc_stat", "base/process_identity", "base/signals", "devices/"),
+        *("hang/stacks", "nodes/agent/connections", "nodes/agent/processes", "nodes/agent/zygote", "plugins/monitor/"),
+        *("plugins/hangs/node_watch", "plugins/hangs/outside_stacks", "plugins/site/checks/", "plugins/site/measure"),
+        *("plugins/staging/whole", "slurm/network", "train/state"),
+    ),
+    "what is installed with the toolkit": (
+        *("config/cluster", "config/job_module", "data/datasets", "plugins/new/project", "plugins/report/page"),
+        *("plugins/why/rules", "run/prepare/snapshot"),
+    ),
+    "data, sources and files that the user names, who may name a pipe": (
+        *("nodes/start/python_command", "plugins/shards/", "plugins/staging/", "plugins/tokens/"),
+        *("plugins/why/cause", "slurm/cluster_name"),
+    ),
+    "what the same process has made": (
+        *("base/fsio", "base/reading", "plugins/images/pixel_cache", "plugins/memory/", "plugins/profile/recording"),
+    ),
+}
+
+
+def reads(call: ast.Call) -> bool:
+    """True for a call that opens a file for reading by its path."""
+    code = ast.unparse(call)
+    of, name = (ast.unparse(call.func).rpartition(".")[i] for i in (0, 2))
+    if name in ("read_text", "read_bytes"):
+        return of != "reading"
+    words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    known = (
+        not of
+        or of in ("os", "io")
+        or bool({*words} & {"r", "rb", "r+b"})
+        or any(one.arg in ("errors", "encoding", "buffering", "mode") for one in call.keywords)
+    )
+    if name != "open" or not known or "os.devnull" in code or "O_DIRECTORY" in code:
+        return False
+    return not any(word.startswith(("w", "a", "x")) for word in words) and "O_CREAT" not in code
+
+
+def test_files_of_a_run_are_opened_in_one_way() -> None:
+    """A pipe or a device in their place, in a folder of several users, would hang who opens them in another."""
+    exceptions = tuple(str(PACKAGE / name) for names in OTHER_FILES.values() for name in names)
+    found = {
+        f"{path}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and reads(node)
+    }
+    assert {one for one in found if not one.startswith(exceptions)} == set()
+    assert [name for name in exceptions if not any(one.startswith(name) for one in found)] == []
 
 
 NAMES_OF_PROGRAMS = (

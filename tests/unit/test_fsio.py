@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import signal
 import stat
 import tempfile
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.file_operations import file_operations
 from tests.unit.disks import SmallDisk, no_file_longer_than
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.base.fsio import PatientFile
 
 
@@ -299,3 +301,28 @@ def test_a_users_umask_is_kept_for_what_their_own_programs_write(monkeypatch: py
     assert os.umask(0o022) == 0o027
     monkeypatch.setenv(fsio.UMASK_VARIABLE, "nonsense")
     assert fsio.users_umask() == "022"
+
+
+def test_a_file_that_another_holds_is_read_when_it_gives_it_up(tmp_path: Path) -> None:
+    """A file server holds a file for one of its clients by a lease, and asks for it by a signal."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    holder = os.open(path, os.O_RDWR)
+    before = signal.signal(signal.SIGIO, lambda number, frame: os.close(holder))
+    try:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        assert reading.read_bytes(path) == b"x"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(holder)
+    finally:
+        signal.signal(signal.SIGIO, before)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_RDWR])
+def test_what_is_no_file_is_neither_opened_nor_waited_for(tmp_path: Path, flags: int) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(OSError, match=str(path)) as refused:
+            reading.open_regular(str(path), flags)
+        assert refused.value.errno == errno.ENXIO

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.base.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files import error_file, rundir
@@ -232,13 +232,13 @@ def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypat
     run = rundir.create("name", tmp_path)
     answers: Iterator[OSError | bytes] = iter([OSError(errno.ESTALE, "Stale file handle"), b'{"state": "running"}'])
 
-    def read(path: Path) -> bytes:
+    def read(path: Path, most_bytes: int) -> bytes:
         answer = next(answers)
         if isinstance(answer, OSError):
             raise answer
         return answer
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(reading, "read_bytes", read)
     assert run.status() == RunStatus(state=RunState.RUNNING)
 
 

@@ -82,7 +82,7 @@ def test_a_file_of_another_user_is_refused(token: Path) -> None:
 
 def test_a_file_that_is_missing_empty_or_no_file_is_refused(token: Path) -> None:
     assert "cannot be read: No such file" in refused({"API_TOKEN": f"{token}.lost"})
-    assert "is no file" in refused({"API_TOKEN": str(token.parent)})
+    assert "Is a directory" in refused({"API_TOKEN": str(token.parent)})
     for content in (b"", b"\n", b"\xff\xfe", b"a\0b", b"x" * 200_000):
         token.write_bytes(content)
         assert "must hold the secret as text" in refused({"API_TOKEN": str(token)})
@@ -91,7 +91,7 @@ def test_a_file_that_is_missing_empty_or_no_file_is_refused(token: Path) -> None
 def test_a_pipe_is_refused_at_once(token: Path) -> None:
     token.unlink()
     os.mkfifo(token, 0o600)
-    assert "is no file" in refused({"API_TOKEN": str(token)})
+    assert "it is a pipe or a device" in refused({"API_TOKEN": str(token)})
 
 
 def test_a_variable_that_is_not_set_is_refused_with_its_name(token: Path) -> None:

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.base import reading
+
 _log = logging.getLogger("toolkit.base.fsio")
 
 DIR_MODE = 0o700
@@ -83,7 +85,7 @@ def size_text(count: float) -> str:
 
 def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
     """Open ``path`` for writing, with ``mode`` (0600) under any umask, and return the file descriptor."""
-    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    fd = reading.open_regular(str(path), flags, mode)
     os.fchmod(fd, mode)
     return fd
 

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
+from toolkit.base import reading
+
 #: The bytes that are read of a log, from its end.
 TAIL_BYTES = 256 << 10
 #: Longer lines are cut: those that list a model's keys have megabytes.
@@ -17,7 +19,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 def tail_of_file(path: Path) -> str:
     """Return the end of a log as text, whatever bytes it holds. Raises OSError."""
-    with path.open("rb") as file:
+    with reading.open_file(path) as file:
         return tail_of_stream(file)
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from toolkit.base import fsio, trust
+from toolkit.base import fsio, reading, trust
 from toolkit.base.errors import ConfigError
 
 #: As the source of a secret: the variable of that name in the job's environment.
@@ -127,8 +127,7 @@ def _read(name: str, source: str) -> str:
         return value
     path = fsio.expand(source)
     try:
-        # A pipe would wait for its writer, without O_NONBLOCK.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = reading.open_regular(str(path), os.O_RDONLY)
         try:
             _refuse_open_file(name, path, os.fstat(fd))
             content = os.read(fd, MOST_BYTES + 1)
@@ -147,8 +146,6 @@ def _read(name: str, source: str) -> str:
 
 def _refuse_open_file(name: str, path: Path, status: os.stat_result) -> None:
     """Refuse a file that others may read or write, or that belongs to someone else."""
-    if not stat.S_ISREG(status.st_mode):
-        raise _error(name, f"{path} is no file")
     if status.st_uid != os.geteuid():
         owner = trust.user_name(status.st_uid)
         raise _error(

@@ -30,11 +30,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.base.errors import CheckpointError
 
 FORMAT = 2
@@ -296,7 +296,7 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
                 raise CheckpointError(f"{path} is a link: what it leads to would not be in the checkpoint")
             if path.is_file():
                 name, size = str(path.relative_to(folder)), path.stat().st_size
-                with path.open("rb", buffering=0) as file:
+                with reading.open_file(path) as file:
                     part = TensorPart(_file_name(name), 0, size, (0,), (size,), _crc_of(file, size, buffer))
                 records[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
     return records
@@ -351,7 +351,7 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`. Raises CheckpointError as `decode` does, or if unreadable."""
     path = folder / NAME
     with unreadable_is_corrupt(path):
-        return decode(path.read_bytes(), path)
+        return decode(reading.read_bytes(path, reading.LONG_BYTES), path)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -378,7 +378,7 @@ def check_parts(folder: Path, parts: Iterable[tuple[str, TensorPart]]) -> None:
         check_crc(folder, name, part, found)
 
 
-def _crc_of(file: FileIO, size_bytes: int, buffer: memoryview) -> int:
+def _crc_of(file: FileIO | BufferedReader, size_bytes: int, buffer: memoryview) -> int:
     crc = 0
     while size_bytes and (got := file.readinto(buffer[:size_bytes])):
         crc = zlib.crc32(buffer[:got], crc)
@@ -400,7 +400,7 @@ def open_part(folder: Path, part: TensorPart) -> Iterator[FileIO]:
     """Yield the part's file, positioned at its first byte. Refuse a symbolic link: it could lead outside the folder."""
     # The entries of /proc/self/fd are links, and this process itself has opened their files.
     no_link = 0 if folder == IN_MEMORY else os.O_NOFOLLOW
-    fd = os.open(folder / part.file, os.O_RDONLY | no_link | os.O_CLOEXEC)
+    fd = reading.open_regular(str(folder / part.file), os.O_RDONLY | no_link)
     with os.fdopen(fd, "rb", buffering=0) as file:
         file.seek(part.start)
         yield file

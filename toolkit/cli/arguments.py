@@ -104,13 +104,13 @@ def replaceable_path(argument: str, text: str, begin: str) -> Path:
     A file there that begins with ``begin`` may be replaced. Raises RequestError if another file is there, or the folder
     does not exist.
     """
-    from toolkit.base import fsio
+    from toolkit.base import fsio, reading
 
     path = fsio.expand(text).absolute()
     if not path.parent.is_dir():
         raise RequestError(f"{argument}: {path.parent} is no folder")
     try:
-        with path.open("rb") as file:
+        with reading.open_file(path) as file:
             is_ours = file.read(len(begin.encode())) == begin.encode()
     except FileNotFoundError:
         return path

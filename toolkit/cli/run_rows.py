@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.base.user_cache import cache_dir
 from toolkit.cli import slow
 from toolkit.files import rundir
@@ -294,7 +294,7 @@ def read_config(run: RunDir) -> dict[str, Any]:
     from toolkit.run.prepare.run_keys import acting_on
 
     try:
-        root = yaml_core.compose(run.config.read_text())
+        root = yaml_core.compose(reading.read_text(run.config))
         values = dict(_leaves(root, "")) if root is not None else {}
         acting = acting_on(run, str(values.get("job")), [str(word) for word in values.get("argv") or ()])
         return {key: value for key, value in values.items() if acting.include(key)}
@@ -318,7 +318,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
     """Return the file's content as a database in memory. It is empty if the file is missing or damaged."""
     database = sqlite3.connect(":memory:")
     try:
-        content = path.read_bytes() if path is not None else b""
+        content = reading.read_bytes(path) if path is not None else b""
         if zlib.crc32(content[4:]).to_bytes(4, "big") == content[:4] and len(content) > 4:
             database.deserialize(content[4:])
             if database.execute("PRAGMA user_version").fetchone()[0] == _VERSION:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
+from toolkit.base import reading
 from toolkit.config import yaml_core
 from toolkit.files import records
 
@@ -29,7 +30,7 @@ def values_of(path: Path, damage: list[str]) -> tuple[dict[str, str], dict[str, 
     is named in ``damage``.
     """
     try:
-        node = yaml_core.compose(path.read_text(errors="replace"))
+        node = yaml_core.compose(reading.read_text(path, errors="replace"))
         values = {} if node is None else dict(_pairs(node, ""))
     except (OSError, ValueError, RecursionError) as error:
         records.note(f"{path} cannot be read: {' '.join(str(error).split())[:200]}", damage)

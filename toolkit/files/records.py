@@ -19,13 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.base import fsio, logs
+from toolkit.base import fsio, logs, reading
 from toolkit.base.errors import DamagedFileError
 
 #: The toolkit writes nothing that is nested more deeply. Python gives up at about 1,000.
 MOST_NESTED = 32
 #: Errors of a file that last: its content is out of reach, as if it were damaged. Other errors may pass.
-_LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+_LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
 #: How often a file is read that another node replaces meanwhile.
 _TRIES = 3
 
@@ -176,7 +176,7 @@ def read_lines(path: Path, shape: Shape, damage: list[str] | None = None, *, may
     A last line without a line break counts if it fits: then only the break is missing.
     """
     try:
-        raw = _read_bytes(path)
+        raw = _read_bytes(path, reading.LONG_BYTES)
         if not raw and not may_be_empty:
             raise Misfit("it is empty")
     except FileNotFoundError:
@@ -225,11 +225,11 @@ class _Notes:
         note(f"{self.where}{misfit}; left out", self.damage)
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, most_bytes: int = reading.MOST_BYTES) -> bytes:
     """Read a file that another node may replace at this moment. NFS then reports ESTALE, once."""
     for left in reversed(range(_TRIES)):
         try:
-            return path.read_bytes()
+            return reading.read_bytes(path, most_bytes)
         except OSError as error:
             if error.errno in _LASTING:
                 raise Misfit(error.strerror or str(error)) from None

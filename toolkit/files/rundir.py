@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from toolkit import registry
-from toolkit.base import fsio, trust
+from toolkit.base import fsio, reading, trust
 from toolkit.base.errors import DamagedFileError, RunNotFoundError, nearest
 from toolkit.files import records
 from toolkit.files.run_files import (
@@ -452,7 +452,7 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
     """
     file = (root or runs_root()) / ".jobs" / job
     try:
-        text = os.fsdecode(file.read_bytes())
+        text = os.fsdecode(reading.read_bytes(file))
     except FileNotFoundError:
         return None
     if not text.isprintable() or not Path(text).is_absolute():

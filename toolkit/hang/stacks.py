@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.files import rundir
 
 #: The signal that asks a rank for its stacks, and the last line of a complete answer.
@@ -102,7 +102,7 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
         # Without fsync the supervisor's node would not see the files over NFS before this process has ended.
         with contextlib.suppress(OSError):
             for path in folder.glob(stack_path(Path(), rank, "*").name):
-                with path.open("rb") as file:
+                with reading.open_file(path) as file:
                     os.fsync(file.fileno())
             os.write(fd, ANSWERED.encode())
             os.fsync(fd)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.base import reading
 from toolkit.files import records
 from toolkit.files.records import COUNT, MOMENT, NUMBER
 from toolkit.files.rundir import RunDir
@@ -38,7 +39,7 @@ def read(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterato
     being written is left out silently.
     """
     try:
-        file = path.open("rb")
+        file = reading.open_file(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -47,8 +48,11 @@ def read(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterato
     with file:
         file.seek(start)
         end, damaged = start, 0
-        for raw in file:
+        while raw := file.readline(reading.MOST_BYTES):
             end += len(raw)
+            if len(raw) == reading.MOST_BYTES:
+                records.note(f"{path}: a line of more than {len(raw):,} bytes ends what is read", damage)
+                return
             line = _parse(raw, end)
             if line is not None:
                 yield line

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.files import records
 from toolkit.files.records import COUNT, Record
 
@@ -183,7 +183,7 @@ def _end_of(path: Path, step: int | None) -> int:
         records.read_lines(path, _LINE, damage)
     if damage:
         return _written_anew(path, step)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+    with reading.open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
         end = lines.rfind(b"\n") + 1
         # Line by line from the end, until one is of the resumed step or before.
         if _step_in(lines[end:] + b"\n") is not None:  # only the line break is missing
@@ -221,7 +221,7 @@ def _step_in(line: bytes) -> int | None:
 
 
 def _last_line(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with reading.open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         if not size:
             return b""

@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -190,11 +193,34 @@ def _said_by(read: Any, run: RunDir) -> str:
     try:
         log.warning = lambda text, *args: warnings.append(text % args)
         read(run)
-    except ToolkitError as error:
+    except (ToolkitError, OSError) as error:
         return str(error)
     finally:
         log.warning = kept
     return "\n".join(warnings)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def two_gigabytes(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2 << 30)
+
+
+@contextmanager
+def within_s(limit_s: float, what: str) -> Iterator[None]:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"{what}: a command waits: {''.join(traceback.format_stack(frame)[-2:])}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _refuse(word: str) -> None:
@@ -224,6 +250,23 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
         return NAMED if is_named else ACCEPTED
 
     fuzz("damaged files, commands", damaged(folder.files), check, count)
+
+
+@pytest.mark.parametrize("put", [pipe, two_gigabytes])
+def test_no_command_waits_for_what_lies_in_place_of_a_file(run: RunDir, put: Callable[[Path], None]) -> None:
+    """In a folder for the runs of several users anybody may put it there."""
+    folder = Folder(run.path)
+    names = {*NAMED_BY, "logs/attempt-001/rank-1.log", "logs/supervisor.log"}
+    # Logs and metrics may have any length, and have no end only where they have no lines.
+    for name in sorted(names if put is pipe else [one for one in names if not one.startswith(("logs", "tensorb"))]):
+        (run.path / name).unlink(missing_ok=True)
+        put(run.path / name)
+        with within_s(60.0, name):
+            said = read_by_commands(run, name)
+        for path in (run.path / name, *run.path.rglob("*.damaged-*")):
+            path.unlink(missing_ok=True)
+        folder.restore()
+        assert Path(name).name.removesuffix(".json") in said.get(NAMED_BY.get(name, ""), name), name
 
 
 @pytest.fixture

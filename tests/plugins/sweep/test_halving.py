@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunProgress, SweepPoint
 from toolkit.files.rundir import RunDir
@@ -112,10 +112,10 @@ def test_a_run_of_no_sweep_is_compared_with_nothing(tmp_path: Path) -> None:
 def test_a_point_that_cannot_be_read_now_lets_the_run_go_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(path: Path) -> bytes:
+    def fails(path: Path, most_bytes: int) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", fails)
+    monkeypatch.setattr(reading, "read_bytes", fails)
     assert look(halving_of(run), 25, 2.0)[0] == []
     assert "without being compared" in caplog.text
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sweep.test_submission import project, submit  # noqa: F401  # a fixture
+from toolkit.base import reading
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RunNotFoundError
 from toolkit.cli import main as cli
 from toolkit.cli import show
@@ -76,8 +77,8 @@ def test_all_points_are_looked_at_with_one_question_to_slurm() -> None:
 def test_the_files_of_a_list_are_read_once_whatever_the_number_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm, read = FakeSlurm(), list[str]()
     sent = submit(slurm, "train.seed=0..9")
-    usual = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or usual(path))
+    usual = reading.read_bytes
+    monkeypatch.setattr(reading, "read_bytes", lambda path, most: read.append(path.name) or usual(path, most))
     assert len(look(sent.sweep, slurm)) == 10
     assert sorted(read) == ["0001.json", "0001.jsonl"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.bench.listing import make_runs
+from toolkit.base import reading
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.cli import main as cli
 from toolkit.cli import run_rows, show
@@ -81,14 +82,14 @@ def test_a_run_whose_config_is_gone_is_a_row_with_its_damage(root: Path, capsys:
 def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stale, plain = rundir.all_runs(root)[5], Path.read_bytes
+    stale, plain = rundir.all_runs(root)[5], reading.read_bytes
 
-    def read_bytes(path: Path) -> bytes:
+    def read_bytes(path: Path, *most_bytes: int) -> bytes:
         if stale.path in path.parents:
             raise OSError(5, "Input/output error", str(path))
-        return plain(path)
+        return plain(path, *most_bytes)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(reading, "read_bytes", read_bytes)
     (row,) = (row for row in listed(capsys, "--all") if row["damage"] and row["run"] == stale.id)
     assert "Input/output error" in row["damage"][0]
 
@@ -129,8 +130,7 @@ def test_an_error_of_the_file_system_that_passes_is_not_kept(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fail)
-        patch.setattr(Path, "read_text", fail)
+        patch.setattr(reading, "read_bytes", fail)
         assert all(row["damage"] for row in cache.rows(runs))
         assert not any(cache.configs(runs))
     cache.rows(rundir.all_runs(root)[:1])  # the cache is written when it has something new

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit import registry
-from toolkit.base import disks, fsio, logs
+from toolkit.base import disks, fsio, logs, reading
 from toolkit.base.node_programs import bare_python
 from toolkit.devices import on_node
 from toolkit.nodes.agent import connections, preimports, reports
@@ -385,7 +385,7 @@ def main(arguments: Sequence[str]) -> None:
     secret_file, logs_dir, host, port, start = arguments[:5]
     name = arguments[5] if len(arguments) > 5 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
-        secret = Path(secret_file).read_bytes()
+        secret = reading.read_bytes(Path(secret_file))
     except OSError as error:
         sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
     # Redirect stdout and stderr, the zygote's too. Where the file cannot be written they go nowhere. srun's --output is

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import registry
+from toolkit.base import reading
 
 if TYPE_CHECKING:  # imported where a script is on the line
     from toolkit.config.script_keys import ActingKeys, Option
@@ -208,7 +209,7 @@ def _keys() -> dict[str, list[str]]:
     newest = max(source.stat().st_mtime_ns for source in sources)
     path = folder and folder / f"keys-{__version__}-{newest}.json"
     try:
-        found: dict[str, list[str]] = json.loads(path.read_bytes()) if path else {}
+        found: dict[str, list[str]] = json.loads(reading.read_bytes(path)) if path else {}
         if found and all(isinstance(words, list) for words in found.values()):
             return found
     except (OSError, ValueError, AttributeError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from traceback import StackSummary
 
 from toolkit import registry
-from toolkit.base import fsio, hostlist, logs
+from toolkit.base import fsio, hostlist, logs, reading
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity, stacks
 from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
@@ -231,7 +231,7 @@ def _quote(folder: Path, rank: int) -> str:
     for path in sorted(folder.glob(f"stack-{rank}-*.txt")):
         with contextlib.suppress(OSError):
             kind, number = path.stem.split("-")[2:]
-            of_process = main_stack(path.read_text(errors="replace"))
+            of_process = main_stack(reading.read_text(path, errors="replace"))
             text += f"the stack of its {'data worker' if kind == 'worker' else kind} {number}\n{_format(of_process)}"
     return text
 

@@ -23,6 +23,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from toolkit.base import reading
 from toolkit.hang import activity, stacks
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.hangs import outside_stacks
@@ -78,7 +79,7 @@ def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack 
 def stack_text(path: Path) -> str | None:
     """Return what is in a rank's file; None where there is none."""
     try:
-        return path.read_text(errors="replace")
+        return reading.read_text(path, errors="replace")
     except FileNotFoundError:
         return None
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.base import reading
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
@@ -108,7 +109,7 @@ def _read_folder(path: Path) -> dict[str, Tensor]:
     index = path / origin.INDEX_FILE
     if not index.is_file():
         return _read_safetensors(path / origin.WHOLE_FILE)
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    names = sorted(set(json.loads(reading.read_bytes(index))["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name:
@@ -137,7 +138,7 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             return metadata
 
-    with (path / ".metadata").open("rb") as file:
+    with reading.open_file(path / ".metadata") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     # Only the tensors are asked for: what else is in the folder is pickled.
     into = {

@@ -6,6 +6,7 @@ import codecs
 import io
 from pathlib import Path
 
+from toolkit.base import reading
 from toolkit.files.rundir import RunDir
 
 #: A log is read in such pieces, so that one of many GiB needs no memory.
@@ -38,7 +39,7 @@ class GrowingLog:
         """Go to the last ``lines`` of what is there; None stays at the beginning."""
         if lines is None or not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with reading.open_file(self.path) as file:
             at = file.seek(0, io.SEEK_END)
             # Search backwards, in pieces. The last byte only ends the last line.
             limit = at - 1
@@ -71,7 +72,7 @@ class GrowingLog:
 
     def _read(self) -> bytes:
         try:
-            with self.path.open("rb") as file:
+            with reading.open_file(self.path) as file:
                 file.seek(self._at)
                 data = file.read(READ_BYTES)
         except FileNotFoundError:

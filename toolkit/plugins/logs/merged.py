@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from toolkit.base import reading
 from toolkit.base.errors import RequestError
 from toolkit.base.open_files import claim_all
 from toolkit.files.rundir import RunDir
@@ -21,6 +22,8 @@ _TIME = re.compile(r"\W{0,2}(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,
 #: Without a date, a time that is this much earlier than the one before is of the next day.
 _NEXT_DAY_S = 12 * 3600
 #: The number of log lines that are shown of a rank that failed without a report, such as one that was killed.
+#: Longer lines are shown in parts: a file of one line need not fit into memory.
+_MOST_CHARS = 1 << 20
 _LAST_LINES = 25
 
 
@@ -56,8 +59,8 @@ def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]
     """Yield the lines of a log behind ``head``, each with its time."""
     at = begun
     try:
-        with path.open(errors="replace") as file:
-            for line in file:
+        with reading.open_text(path) as file:
+            while line := file.readline(_MOST_CHARS):
                 at = _time_of(line, at)
                 yield at, head + line.rstrip("\n") + "\n"
     except FileNotFoundError:
@@ -97,7 +100,7 @@ def errors(run: RunDir, attempt: int) -> Iterator[str]:
     if not reports or reports[0].rank != first.rank:
         yield f"rank {first.rank} on {first.host} failed first: {first.how}\n"
         if first.rank is not None and (log := run.rank_log(attempt, first.rank)).exists():
-            with log.open(errors="replace") as file:
+            with reading.open_text(log) as file:
                 yield from (f"  {line.rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
     for report in reports:
         order = "first" if report.rank == first.rank else "later"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from toolkit.base import fsio, logs, trust
+from toolkit.base import fsio, logs, reading, trust
 from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, file_errors, step_of
@@ -193,6 +193,6 @@ def _noting(items: Iterable[T], note: Callable[[], None]) -> Iterator[T]:
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:
-    with file_errors("reading", path), path.open("rb", buffering=0) as file:
+    with file_errors("reading", path), reading.open_file(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             yield memoryview(chunk)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from toolkit.base import reading
 from toolkit.base.errors import JobFailedError, listing
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files.rundir import RunDir
@@ -47,7 +48,7 @@ def read(run: RunDir) -> WitnessRecord:
     begun: dict[int, int] = {}
     for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
-        for text in path.read_text().splitlines():
+        for text in reading.read_text(path).splitlines():
             line = json.loads(text)
             if "conditions" in line:
                 conditions.append(line["conditions"])
@@ -295,7 +296,7 @@ def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
 
 
 def _logged(run: RunDir) -> dict[tuple[int, str], float]:
-    lines = [json.loads(text) for text in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(text) for text in reading.read_text(run.tensorboard / "metrics.jsonl").splitlines()]
     tags = ((line["step"], tag, value) for line in lines for tag, value in line.items())
     return {(step, tag): value for step, tag, value in tags if tag in CURVES or tag.startswith("eval/")}
 

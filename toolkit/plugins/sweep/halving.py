@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from toolkit.base import fsio, logs
+from toolkit.base import fsio, logs, reading
 from toolkit.files.run_files import HALVED
 from toolkit.plugins.sweep import sweep_folder
 from toolkit.run.attempt.attempt import Attempt
@@ -96,7 +96,7 @@ def _remember(place: Path, note: str | None) -> str | None:
         if note:
             fsio.write_atomic(place, note)
         elif place.exists():
-            return place.read_text()
+            return reading.read_text(place)
     except (OSError, UnicodeDecodeError) as error:
         log.warning("%s: an attempt that is lost now would go on in its next one: %s", place, error)
     return note

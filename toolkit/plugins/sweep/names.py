@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.base import reading
 from toolkit.base.errors import RunNotFoundError
 from toolkit.files.rundir import SWEEPS, RunDir
 
@@ -43,7 +44,7 @@ def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:
         return point.sweep
     # A sweep has the config's name if it was given no other. It may be that none of its points has started.
     try:
-        stamp = str(json.loads((root / SWEEPS / name / "sweep.json").read_bytes())["stamp"])
+        stamp = str(json.loads(reading.read_bytes(root / SWEEPS / name / "sweep.json"))["stamp"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if newest is None or stamp > newest.id else None
@@ -52,7 +53,7 @@ def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:
 def _point_to_start(text: str, root: Path) -> tuple[str, str] | None:
     """Return the sweep and the run id of a point without a folder, by its id, its beginning or last eight digits."""
     for path in sorted((root / SWEEPS).glob("*/arrays/*.jsonl")):
-        for found in re.finditer(r'"run": ?"([^"]+)/([^"/]+)"', path.read_text(errors="replace")):
+        for found in re.finditer(r'"run": ?"([^"]+)/([^"/]+)"', reading.read_text(path, errors="replace")):
             if found[2].startswith(text) or text in (found[2][-8:], f"{found[1]}/{found[2]}"):
                 return path.parents[1].name, found[2]
     return None

@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit import registry
-from toolkit.base import fsio, logs
+from toolkit.base import fsio, logs, reading
 from toolkit.base.errors import DamagedFileError, RequestError, SlurmRefusedError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
@@ -317,7 +317,7 @@ def submit_array(
             ) from error
     if record is None:
         # Slurm has the job, and the record is damaged. The job knows its array by the token.
-        token = re.search(rf"export {ownership.TOKEN_VARIABLE}=(\w+)", array.script.read_text())
+        token = re.search(rf"export {ownership.TOKEN_VARIABLE}=(\w+)", reading.read_text(array.script))
         if token is None:
             raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
         record = ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)

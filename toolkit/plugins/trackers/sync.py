@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from toolkit.base import fsio, logs
+from toolkit.base import fsio, logs, reading
 from toolkit.base.errors import RequestError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.files import records
@@ -133,7 +133,7 @@ class RunSync:
         if end == 0:
             return ""
         try:
-            with self._metrics.open("rb") as file:
+            with reading.open_file(self._metrics) as file:
                 file.seek(max(0, end - _TAIL_BYTES))
                 found = file.read(min(end, _TAIL_BYTES))
         except FileNotFoundError:

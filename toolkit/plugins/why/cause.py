@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def of_log(path: str) -> dict[str, Any]:
     instead. Raises RequestError for a log that cannot be read.
     """
     try:
-        tail = tail_of_stream(sys.stdin.buffer) if path == STDIN else tail_of_file(Path(path))
+        # What the user names may be a pipe of their shell.
+        with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as log:
+            tail = tail_of_stream(log)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
     found = cause_or_exception(tail)

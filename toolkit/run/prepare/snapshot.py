@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -13,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePath
 
-from toolkit.base import fsio, logs, torch_version
+from toolkit.base import fsio, logs, reading, torch_version
 from toolkit.base.errors import RequestError, listing
 from toolkit.files import records, rundir
 from toolkit.files.records import TEXT, Record
@@ -100,7 +101,7 @@ def changed_since(run: RunDir) -> list[str]:
         with contextlib.suppress(OSError):  # the project has lost it: the run has not
             theirs, ours = (project / name).stat(), copy.stat()
             is_newer = theirs.st_mtime > ours.st_mtime or theirs.st_size != ours.st_size
-            if is_newer and (project / name).read_bytes() != copy.read_bytes():
+            if is_newer and _content(project / name) != _content(copy):
                 changed.append(str(name))
     return changed
 
@@ -132,6 +133,15 @@ def _noted(path: Path, key: str) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
+#: Why a file is left out that cannot be copied. Editors and builds remove files, or put others in their place.
+_LEFT_OUT = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "this user may not read it"),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ESTALE), "it was gone before it was copied"
+    ),
+}
+
+
 def take(project: Path, code: Path) -> None:
     """Copy the project's sources into ``code``, with the git revision and the uncommitted diff.
 
@@ -156,10 +166,10 @@ def take(project: Path, code: Path) -> None:
     for name, path in sources.files.items():
         try:
             _copy(path, partial / name, is_program=name in sources.programs)
-        except PermissionError as error:
-            if str(error.filename) != str(path):
+        except OSError as error:
+            if str(error.filename) != str(path) or error.errno not in _LEFT_OUT:
                 raise
-            sources.left_out[name] = "this user may not read it"
+            sources.left_out[name] = _LEFT_OUT[error.errno]
     # Links come last: their targets must be there to be checked.
     for name, target in sources.links.items():
         fsio.make_dir((partial / name).parent)
@@ -380,7 +390,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _head(path: Path, size: int) -> bytes:
     """Return the first bytes; none where this user may not read the file. It will not be copied either."""
-    with contextlib.suppress(PermissionError), path.open("rb") as file:
+    with contextlib.suppress(PermissionError), reading.open_file(path) as file:
         return file.read(size)
     return b""
 
@@ -391,10 +401,13 @@ def _is_core_dump(path: Path) -> bool:
     return header[:4] == b"\x7fELF" and header[16:] == (4).to_bytes(2, sys.byteorder)
 
 
+def _content(path: Path) -> bytes:
+    return reading.read_bytes(path, reading.LONG_BYTES)
+
+
 def _copy(source: Path, target: Path, *, is_program: bool) -> None:
     """Copy the bytes into a new file. With thousands of files on a network disk each metadata call counts."""
-    with source.open("rb", buffering=0) as file:
-        content = file.readall()
+    content = _content(source)
     mode = 0o700 if is_program else fsio.FILE_MODE
     with os.fdopen(fsio.open_private(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as copy:
         while content:

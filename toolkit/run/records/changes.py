@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import fsio
+from toolkit.base import fsio, reading
 from toolkit.files.json_record import NULL, FileRecord
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
@@ -48,7 +48,7 @@ def end_by_resume(run: RunDir, values: Mapping[str, Any]) -> None:
     path = _path(run)
     if values and path.exists():
         line = json.dumps(Change(time.time(), values).to_file()) + "\n"
-        fsio.write_atomic(path, path.read_text().rstrip("\n") + "\n" + line)
+        fsio.write_atomic(path, reading.read_text(path).rstrip("\n") + "\n" + line)
 
 
 def in_force(changes: Iterable[Change]) -> list[tuple[int, str, Any]]:

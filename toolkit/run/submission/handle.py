@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import registry
-from toolkit.base import logs
+from toolkit.base import logs, reading
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
 from toolkit.base.process_identity import Life
@@ -193,7 +193,7 @@ class Run(SubmittedRun):
         number = attempt or max(self.dir.attempts_with_logs(), default=1)
         path = self.dir.logs / "supervisor.log" if rank is None else self.dir.rank_log(number, rank)
         try:
-            with path.open(errors="replace") as file:
+            with reading.open_text(path) as file:
                 return file.read() if tail is None else "".join(deque(file, maxlen=tail))
         except FileNotFoundError:
             raise RequestError(f"run {self.id}: there is no log {path}") from None
