@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.scale.snapshots import counted
+from toolkit.base import fsio, reading
 from toolkit.base.errors import RequestError
 from toolkit.run.prepare import snapshot
 
@@ -347,21 +347,48 @@ def test_the_runs_of_a_project_within_the_project_are_not_copied(project: Path, 
     assert json.loads((code / "SNAPSHOT.json").read_text())["left_out"] == {}
 
 
-def test_a_file_that_this_user_may_not_read_is_left_out_and_named(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.EACCES, "this user may not read it"),
+        *((number, "it was gone before it was copied") for number in (errno.ENOENT, errno.EISDIR, errno.ENXIO)),
+    ],
+)
+def test_a_file_that_cannot_be_copied_is_left_out_and_named(
+    number: int,
+    why: str,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Root may read all files, so the refusal is played."""
-    plain = io.open
+    """Root may read all files, so the refusal is played. The others are what a build does meanwhile."""
+    plain = fsio.make_dir
 
-    def refuse(path: Path, *more: Any, **options: Any) -> object:
+    def make_dir(path: Path, parents: int | None = None) -> Path:
+        changing = project / "jobs/a.py"
+        if changing.is_file():
+            changing.unlink()
+            if number == errno.EISDIR:
+                changing.mkdir()
+            elif number == errno.ENXIO:
+                os.mkfifo(changing)
+        return plain(path, parents)
+
+    def refuse(path: Path, most_bytes: int) -> bytes:
         if path == project / "jobs/a.py":
             raise PermissionError(13, "Permission denied", str(path))
-        return plain(path, *more, **options)
+        return read(path, most_bytes)
 
-    monkeypatch.setattr(io, "open", refuse)
+    if number == errno.EACCES:
+        read = reading.read_bytes
+        monkeypatch.setattr(reading, "read_bytes", refuse)
+    else:
+        monkeypatch.setattr(fsio, "make_dir", make_dir)
     snapshot.take(project, tmp_path / "run/code")
-    assert "jobs/a.py (this user may not read it)" in caplog.text
+    assert f"jobs/a.py ({why})" in caplog.text
     assert (tmp_path / "run/code/run.sh").exists()
+    assert not (tmp_path / "run/code/jobs/a.py").exists()
 
 
 def test_sources_above_200_mib_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
