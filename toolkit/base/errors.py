@@ -10,7 +10,8 @@ ToolkitError
 │   └── DamagedFileError    a file of a run does not hold what was written there
 ├── PluginError             a part of a plugin that cannot be loaded (exit code 2)
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
-│   └── SlurmRefusedError   the controller answered, and refused
+│   ├── SlurmRefusedError   the controller answered, and refused
+│   └── MaybeQueuedError    whether Slurm has taken a job is not known
 ├── CheckpointError         a checkpoint cannot be written, or none of those present can be read
 ├── TrackerError            a tracker (mlflow, wandb, ...) is away, or refused what was sent
 ├── JobFailedError          the job ran and failed (exit code 1)
@@ -100,6 +101,10 @@ class SlurmError(ToolkitError):
 
 class SlurmRefusedError(SlurmError):
     """A program of Slurm reached the controller, which refused: asking again will not help."""
+
+
+class MaybeQueuedError(SlurmError):
+    """Whether Slurm has taken a job is not known: sbatch has not said so, and the queue does not say either."""
 
 
 class SubmissionRefusedError(SlurmRefusedError):

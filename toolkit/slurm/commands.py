@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from toolkit import registry
 from toolkit.base import outages
-from toolkit.base.errors import SlurmError
+from toolkit.base.errors import MaybeQueuedError, SlurmError
 from toolkit.slurm.environment import plain_environment, submit_environment
 from toolkit.slurm.jobs import (
     JobGpus,
@@ -30,10 +31,13 @@ from toolkit.slurm.jobs import (
     parse_statuses,
     row_of,
     rows_by_id,
+    rows_in,
 )
-from toolkit.slurm.programs import PROBE_TIMEOUT_S, TIMEOUT_S, ProgramRefusedError, run_program
+from toolkit.slurm.programs import PROBE_TIMEOUT_S, TIMEOUT_S, NoAnswerError, ProgramRefusedError, run_program
 from toolkit.slurm.reachable import DEFAULT_SLURMD_PORT
 
+#: How long a job that sbatch may have submitted is looked for.
+QUEUED_WITHIN_S = 10.0
 #: The first version in which a job with ``--requeue=expedite`` that ends with exit code 0 is not held in the queue.
 EXPEDITES_SINCE = (25, 11, 3)
 
@@ -136,7 +140,11 @@ class SlurmCommands(Protocol):
         """
 
     def sbatch(self, arguments: Sequence[str]) -> str:
-        """Submit with these arguments (options, then the script's path) and return the job id."""
+        """Submit with these arguments (options, then the script's path) and return the job id.
+
+        Where sbatch does not say it, the queue is asked for the job of that script: no other job may have a script of
+        this path. Raises MaybeQueuedError where neither tells whether there is such a job.
+        """
 
     def could_run(self, arguments: Sequence[str]) -> bool:
         """True if a job with these options could ever start. Slurm would hold one that could not for ever, silently."""
@@ -174,7 +182,10 @@ class Slurm:
             if error.says("Invalid job id"):
                 return None
             raise
-        return row_of(parse_jobs(text), job_id)
+        rows = parse_jobs(text)
+        if not rows:
+            raise SlurmError(f"`scontrol show job {job_id}` printed no job but {text.strip()[:200]!r}")
+        return row_of(rows, job_id)
 
     def gpus_of(self, job_id: str) -> JobGpus:
         return parse_gpus(self._run(["scontrol", "--details", "show", "job", job_id]))
@@ -187,7 +198,7 @@ class Slurm:
             queued = self.user_jobs()
         elif wanted:
             try:
-                queued = parse_statuses(self._run([*_SQUEUE, f"--jobs={base_id(wanted[0])}"]))
+                queued = parse_statuses(rows_in(self._run([*_SQUEUE, f"--jobs={base_id(wanted[0])}"])))
             except ProgramRefusedError as error:  # squeue fails for a single id that the controller does not know
                 if not error.says("Invalid job id"):
                     raise
@@ -197,7 +208,7 @@ class Slurm:
         return found | (rows_by_id(gone, self.accounted_jobs(gone)) if gone else {})
 
     def user_jobs(self) -> list[JobStatus]:
-        return parse_statuses(self._run([*_SQUEUE, f"--user={os.getuid()}"]))
+        return parse_statuses(rows_in(self._run([*_SQUEUE, f"--user={os.getuid()}"])))
 
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
         columns = ["--parsable2", "--format=JobID,State,NodeList,ExitCode"]
@@ -205,16 +216,17 @@ class Slurm:
         # Accounting tells of other users' jobs, too: a number may have been given again, to one of them.
         ask += [f"--user={os.getuid()}"] if os.getuid() else []
         try:
-            return parse_statuses(self._run(ask))
+            return parse_statuses(rows_in(self._run(ask)))
         except SlurmError:
             return []
 
     def job_of_script(self, path: str) -> str | None:
         # %o is the script with its whole path; a line break or a | in it can only make the line fit nothing.
         ask = ["squeue", "--noheader", "--all", "--states=all", "--format=%F|%o", f"--user={os.getuid()}"]
-        lines = (line.partition("|") for line in self._run(ask).splitlines())
+        lines = rows_in(self._run(ask))
         # Of a heterogeneous job the first component, whose id is the job's, has the lowest one.
-        return min((job_id.strip() for job_id, _, command in lines if command.strip() == path), key=int, default=None)
+        jobs = (job_id for job_id, _, command in (line.partition("|") for line in lines) if command.strip() == path)
+        return min(map(str.strip, jobs), key=int, default=None)
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
         try:
@@ -269,13 +281,34 @@ class Slurm:
         self._run(["scontrol", "update", f"JobId={job_id}", f"NodeList={keep}"], environ=environ)
 
     def sbatch(self, arguments: Sequence[str]) -> str:
-        # Not the plain environment: sbatch hands its environment on to the job.
-        answer = self._run(["sbatch", "--parsable", *arguments], environ=submit_environment(self._environ))
-        # --parsable prints the id, followed by ``;CLUSTER`` where a cluster is named.
-        lines = answer.split()
-        if not lines or not re.fullmatch(r"[0-9]+(;.*)?", lines[-1]):
-            raise SlurmError(f"sbatch printed no job id but {answer.strip()!r}; look for the job with `squeue --me`")
-        return lines[-1].partition(";")[0]
+        argv = ["sbatch", "--parsable", *arguments]
+        try:
+            # Not the plain environment: sbatch hands its environment on to the job.
+            answer = self._run(argv, environ=submit_environment(self._environ))
+        except NoAnswerError as error:
+            if not error.is_sent:
+                raise
+            return self._queued(arguments[-1], str(error))
+        # A site's wrapper may print more. --parsable prints the id, followed by ``;CLUSTER`` where a cluster is named.
+        found = re.findall(r"(?m)^(?:Submitted batch job )?([0-9]+)(?:;.*| on cluster .*)?$", answer)
+        return found[0] if len(found) == 1 else self._queued(arguments[-1], f"sbatch printed {answer.strip()[-500:]!r}")
+
+    def _queued(self, script: str, why: str) -> str:
+        """Return the id of the script's job. Raises MaybeQueuedError if the queue shows none for seconds."""
+        deadline = time.monotonic() + QUEUED_WITHIN_S
+        while True:
+            try:
+                job_id, unknown = self.job_of_script(script), "the queue does not show it yet"
+            except SlurmError as error:
+                job_id, unknown = None, str(error)
+            if job_id is not None:
+                return job_id
+            if time.monotonic() > deadline:
+                raise MaybeQueuedError(
+                    f"whether Slurm has taken the job is not known: {why}\n{unknown}\n"
+                    f"Look for it: `squeue --me --format='%i %T %o'` shows it with its script, {script}"
+                )
+            time.sleep(1.0)
 
     def could_run(self, arguments: Sequence[str]) -> bool:
         try:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from toolkit.base import hostlist
 from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import SlurmError
 from toolkit.slurm import states
 
 #: Components that are started together have start times that differ by less.
@@ -312,8 +313,19 @@ def _exit_code(text: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def parse_statuses(text: str) -> list[JobStatus]:
-    return [_status(line) for line in text.splitlines() if line.count("|") >= 2]
+def rows_in(text: str) -> list[str]:
+    """Return the rows of squeue or sacct, without what a site's wrapper prints around them.
+
+    Raises SlurmError for other output without any row: no job is known to be gone then.
+    """
+    rows = [line for line in text.splitlines() if re.match(r"\s*[0-9]+[^|\s]*\s*\|", line)]
+    if text.strip() and not rows:
+        raise SlurmError(f"Slurm printed no rows of jobs but {text.strip()[:200]!r}")
+    return rows
+
+
+def parse_statuses(rows: Iterable[str]) -> list[JobStatus]:
+    return [_status(line) for line in rows if line.count("|") >= 2]
 
 
 def _status(line: str) -> JobStatus:

@@ -33,8 +33,18 @@ class ProgramRefusedError(_ProgramError, SlurmRefusedError):
     """The controller answered and refused."""
 
 
-class _NoAnswerError(_ProgramError):
-    """The controller did not answer. It restarts, is overloaded, or cannot be reached over the network."""
+class NoAnswerError(SlurmError):
+    """The controller did not answer. What it was asked for may have happened, if ``is_sent``."""
+
+    is_sent = True
+
+
+class _FailedWithoutAnswerError(_ProgramError, NoAnswerError):
+    """The controller restarts, is overloaded, or cannot be reached over the network."""
+
+    @property
+    def is_sent(self) -> bool:  # type: ignore[override]
+        return not any(self.says(words) for words in _NOT_SENT)
 
 
 #: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 25.11).
@@ -52,6 +62,8 @@ _NO_ANSWER = (
     "Rate limit exceeded",
 )
 _PARTITION = "invalid partition"
+#: Those of them after which nothing was sent.
+_NOT_SENT = ("Unable to contact slurm controller", "Connection refused")
 #: Advice for the most frequent failures, by what Slurm prints.
 _ADVICE = (
     ("Unable to contact slurm controller", "the controller is down or unreachable: `scontrol ping`, or ask the site"),
@@ -65,11 +77,6 @@ _ADVICE = (
     ("Job violates accounting/QOS policy", "the account's limits are reached: `sacctmgr show qos`, or ask for less"),
     ("presently disabled", "the job was submitted with --no-requeue, or the site forbids requeueing (JobRequeue=0)"),
 )  # fmt: skip
-
-
-def tells_of_no_answer(stderr: str) -> bool:
-    """True if a program of Slurm has failed because no daemon answered it."""
-    return any(words in stderr for words in _NO_ANSWER)
 
 
 def advice_on(stderr: str) -> str:
@@ -116,7 +123,7 @@ def run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             process.kill()
-            raise SlurmError(
+            raise NoAnswerError(
                 f"`{_shown(argv)}` did not answer within {timeout_s:g} s: the controller is busy or unreachable, "
                 "SLURM_CONF cannot be read, or the job has no running step to signal; try `scontrol ping` and `squeue`"
             ) from error
@@ -125,6 +132,6 @@ def run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str
             raise
     if process.returncode != 0:
         # Death by a signal is no answer either.
-        failed = _NoAnswerError if process.returncode < 0 or tells_of_no_answer(stderr) else ProgramRefusedError
-        raise failed(argv, process.returncode, stderr)
+        is_silent = process.returncode < 0 or any(words in stderr for words in _NO_ANSWER)
+        raise (_FailedWithoutAnswerError if is_silent else ProgramRefusedError)(argv, process.returncode, stderr)
     return stdout

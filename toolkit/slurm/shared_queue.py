@@ -63,7 +63,7 @@ class QueueAnswer(FileRecord):
 
     def statuses(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         """Return the status of each job, None where Slurm does not know it. Jobs not asked about are missing."""
-        found = rows_by_id(job_ids, parse_statuses("\n".join((*self.jobs, *self.ended))))
+        found = rows_by_id(job_ids, parse_statuses((*self.jobs, *self.ended)))
         return {job_id: status for job_id, status in found.items() if status is not None or job_id in self.gone}
 
 
@@ -148,7 +148,7 @@ class SharedQueue:
         else:
             # Keep the jobs that were over before the controller forgot them: accounting may be off.
             present = {job.job_id for job in jobs}
-            known_before = parse_statuses("\n".join((*asked.ended, *asked.jobs)))
+            known_before = parse_statuses((*asked.ended, *asked.jobs))
             ended = {job.job_id: job for job in known_before if job.is_over and job.job_id not in present}
             known, now = rows_by_id(wanted, [*jobs, *ended.values()]), self._now()
             gone = {job_id: since for job_id, since in asked.gone.items() if 0 <= now - since < GONE_S}

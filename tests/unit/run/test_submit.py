@@ -264,6 +264,51 @@ def test_a_controller_that_does_not_answer_has_refused_nothing(
     assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_FAILED
 
 
+#: What sbatch prints although the controller has taken job 7, and its exit code.
+UNCLEAR = {
+    "a banner with another number": ("welcome; your last job 40 has ended\n7\n", "", 0),
+    "no utf-8": ("\\377\\376 \\261\n", "", 0),
+    "nothing": ("", "", 0),
+    "two numbers": ("40\n7\n", "", 0),
+    "a lost answer": ("", "Batch job submission failed: Socket timed out on send/recv operation", 1),
+    "an answer cut off": ("", "Batch job submission failed: Zero Bytes were transmitted or received", 1),
+}
+
+
+@pytest.mark.parametrize("said", UNCLEAR.values(), ids=UNCLEAR)
+def test_a_job_that_sbatch_does_not_name_is_found_by_its_script(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: tuple[str, str, int]
+) -> None:
+    out, err, code = said
+    sbatch = (
+        f"for script; do :; done; echo \"7|$script\" >{tmp_path}/queue; printf '{out}'; echo '{err}' >&2; exit {code}"
+    )
+    squeue = f"echo a banner with job 40; echo '6|/elsewhere/job.sh'; cat {tmp_path}/queue"
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch=sbatch, squeue=squeue, srun="")
+    assert submit.submit("own.yaml", executor="slurm").job_id == "7"
+
+
+@pytest.mark.parametrize("squeue", ["exit 1", "echo garbage", r"printf '\377\376'", "true"])
+def test_a_run_that_slurm_may_have_is_kept_and_can_be_submitted_again(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], squeue: str
+) -> None:
+    monkeypatch.setattr(commands, "QUEUED_WITHIN_S", 0.0)
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Socket timed out >&2; exit 1", squeue=squeue, srun="")
+    assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_FAILED
+    (run,) = rundir.all_runs()
+    error = capsys.readouterr().err
+    assert "whether Slurm has taken the job is not known" in error
+    assert "nothing was submitted" not in error
+    assert str(run.submitit) in error
+    assert f"`toolkit resume {run.id}`" in error
+    up = "echo Slurmctld is UP"
+    put_on_path(tmp_path / "later", monkeypatch, sbatch="echo 8", srun="", squeue=squeue, scontrol=up)
+    assert main(["resume", run.id]) == 0
+    submission = run.submission()
+    assert submission is not None
+    assert submission.job_id == "8"
+
+
 def test_a_job_that_the_partition_can_never_run_is_queued_with_a_warning(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -374,7 +419,7 @@ esac"""
 SBATCH = """
 case "$1" in
     --help) echo "      --requeue[=expedite]   if set, permit the job to be requeued";;
-    *) cat "$1" >>{sent}; echo Submitted batch job 7;;
+    *) cat "$2" >>{sent}; echo Submitted batch job 7;;
 esac"""
 
 
@@ -392,15 +437,14 @@ def test_where_slurm_expedites_requeues_it_is_asked_to(
     assert options == asked
 
 
-@pytest.mark.parametrize("kind", ["submission_file", "submitted_pickle"])
 def test_a_job_that_submitit_cannot_note_is_taken_back(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full after sbatch took the job. The job would wait in the queue without a known run."""
     usual = JobPaths.move_temporary_file
 
     def full(self: JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
-        if name == kind:
+        if name == "submitted_pickle":
             raise OSError(errno.ENOSPC, "No space left on device")
         usual(self, tmp_path, name, keep_as_symlink)
 

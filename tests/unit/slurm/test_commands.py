@@ -366,10 +366,20 @@ def test_sbatch_returns_the_id_and_hands_on_nothing_of_the_job_we_are_in(stubs: 
     assert not environ.keys() & {"SLURM_CPU_BIND", "SLURM_JOB_ID", "RANK", "LC_ALL", "SLURM_TIME_FORMAT"}
 
 
-def test_an_answer_of_sbatch_without_an_id_is_an_error(stubs: Stubs) -> None:
-    stubs.add("sbatch", "welcome\n")
-    with pytest.raises(SlurmError, match="no job id but 'welcome'"):
-        stubs.slurm().sbatch(["job.sh"])
+@pytest.mark.parametrize("garbage", ["no rows\n", "|||\n", "\0\n"])
+def test_an_answer_that_is_no_answer_tells_of_no_job(stubs: Stubs, garbage: str) -> None:
+    """A job that is not in it is not taken for one that is over."""
+    for program in ("squeue", "scontrol", "sacct"):
+        stubs.add(program, garbage)
+    slurm = stubs.slurm()
+    for ask in (
+        lambda: slurm.show_jobs(["7"]),
+        lambda: slurm.show_jobs(["7", "8"]),
+        lambda: slurm.show_job("7"),
+        lambda: slurm.job_of_script("/job.sh"),
+    ):
+        with pytest.raises(SlurmError, match="printed no"):
+            ask()
 
 
 def test_a_job_is_cancelled_whole_and_a_step_by_its_name(stubs: Stubs) -> None:

@@ -14,6 +14,7 @@ or lost a node, and ends at once if the run is over. So it never revives a cance
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def submit(
     Return None, with a warning, where sbatch refuses: the site does not let compute nodes submit, the user has too many
     jobs, or the disk is full. The run then goes on with the follow-up jobs that it has.
     """
-    path = run.submitit / "follow-up.sh"
+    path = run.submitit / f"follow-up-{secrets.token_hex(4)}.sh"
     output = f"--output={run.logs}/follow-up-%j.out"
     wait = f"--dependency=afterany:{':'.join(after)}"
     try:

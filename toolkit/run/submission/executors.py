@@ -6,7 +6,6 @@ between submission and start cannot make it unreadable.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import shutil
@@ -15,13 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit import registry
 from toolkit.base import fsio, logs, terminal
-from toolkit.base.errors import RequestError, SlurmError, SubmissionRefusedError, TakenError
+from toolkit.base.errors import (
+    MaybeQueuedError,
+    RequestError,
+    SlurmError,
+    SlurmRefusedError,
+    SubmissionRefusedError,
+    TakenError,
+)
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunProgress, RunState, RunStatus
@@ -35,11 +41,12 @@ from toolkit.run.submission import sbatch
 from toolkit.run.submission.handle import Run
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
-from toolkit.slurm.programs import advice_on, tells_of_no_answer
 from toolkit.slurm.states import NEVER, in_words
 
 log = logs.get(__name__)
 
+#: sbatch waits in a busy controller's queue; what is killed then may have submitted.
+_SBATCH_TIMEOUT_S = 300.0
 EXECUTORS = ("auto", "slurm", "local", "debug")
 #: submitit's local executor kills at its time limit and leaves orphans, so the limit is set out of reach.
 NO_LIMIT_MIN = 60 * 24 * 365
@@ -103,23 +110,20 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
 
     submitted: list[str] = []
 
-    class KnownJob(submitit.SlurmJob[Any]):
-        """A job recorded here as soon as sbatch has taken it. After that submitit writes files, and may fail to."""
-
-        def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
-            submitted.append(job_id)
-            super().__init__(folder, job_id, tasks)
-
     class Executor(submitit.SlurmExecutor):
-        """Writes the options of all components into the script."""
+        """Writes the options of all components into the script, and submits it as every other job is."""
 
-        def _make_submission_file_text(self, command: str, uid: str) -> str:
-            return sbatch.with_components(super()._make_submission_file_text(command, uid), config, run)
+        def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
+            script = run.submitit / f"submission-{token}.sh"
+            text = sbatch.with_components(self._make_submission_file_text(command, token), config, run)
+            fsio.write_atomic(script, text)
+            # After this submitit writes files, and may fail to.
+            submitted.append(Slurm(timeout_s=_SBATCH_TIMEOUT_S).sbatch([str(script)]))
+            return submitit.SlurmJob(self.folder, submitted[0], [0])
 
-    with _only_these(submit_environment(os.environ)), _fewer_words():
+    with _fewer_words():
         try:
             executor = Executor(run.submitit, python=sbatch.exec_python())
-            executor.job_class = KnownJob
             parameters = sbatch.slurm_parameters(config, run, token)
             # Not in slurm_parameters: a follow-up job is never requeued.
             flags = parameters["additional_parameters"]
@@ -132,12 +136,14 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             if jobs:
                 flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
             executor.update_parameters(**parameters)
-            with redirect_stderr(io.StringIO()):  # submitit prints sbatch's error lines, which the exception holds too
-                return str(executor.submit(supervise, str(run.path), "slurm").job_id)
-        except RuntimeError as error:  # submitit's FailedJobError holds what sbatch printed, its others are like it
-            words = str(error).strip()
-            kind = SlurmError if tells_of_no_answer(words) else SubmissionRefusedError
-            raise kind(f"nothing was submitted: {words}{advice_on(words)}") from error
+            return str(executor.submit(supervise, str(run.path), "slurm").job_id)
+        except MaybeQueuedError as error:
+            raise MaybeQueuedError(
+                f"{error}\nIf it is there, end it with `scancel`. The run is kept: `toolkit resume {run.id}` submits it"
+            ) from error
+        except SlurmError as error:
+            kind = SubmissionRefusedError if isinstance(error, SlurmRefusedError) else SlurmError
+            raise kind(f"nothing was submitted: {error}") from error
         except OSError:
             _cancel(submitted)
             raise

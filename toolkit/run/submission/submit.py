@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 from toolkit import config as configs
 from toolkit import registry
 from toolkit.base import fsio
-from toolkit.base.errors import ConfigError, RequestError, SlurmError, nearest
+from toolkit.base.errors import ConfigError, MaybeQueuedError, RequestError, SlurmError, nearest
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord, waits_until
+from toolkit.files.run_files import AfterRecord, RunResult, RunState, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import check_submittable, load, new_run, refuse_unfit
 from toolkit.run.records import ownership
@@ -231,8 +231,12 @@ def _send_new(
             fsio.write_json(run.after_path, waits_for.to_file())
         owner = ownership.submit_as(run, executor, ownership.take(run, 0))
         return executors.send(run, config, executor, owner, began_s=began_s)
-    except (SlurmError, OSError):
-        if run.last_number() <= 1:  # else sbatch hung until its user resumed the run
+    except (SlurmError, OSError) as error:
+        if run.last_number() > 1:  # sbatch hung until its user resumed the run
+            raise
+        if isinstance(error, MaybeQueuedError):
+            run.write_result(RunResult(RunState.FAILED, attempts=0, metrics={}, why=str(error)))
+        else:
             fsio.remove_tree(run.path)
             with suppress(OSError):  # the folder of the name, if it has no other run
                 run.path.parent.rmdir()
