@@ -26,6 +26,9 @@ from collections.abc import Iterable, Sequence
 
 from toolkit.base.terminal import visible
 
+#: Longer texts of errors are shortened where they are written. One may hold a whole tensor, or a model's keys.
+MOST_CHARS = 16 << 10
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEST = 2
@@ -148,6 +151,14 @@ def listing(items: Sequence[str], most: int = 10) -> str:
     """Return the items, or the first ``most`` of them and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
+
+
+def shortened(text: str, most_chars: int = MOST_CHARS) -> str:
+    """Return ``text``, of a long one the beginning and the end."""
+    if len(text) <= most_chars:
+        return text
+    half = most_chars // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

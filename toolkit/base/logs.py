@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from toolkit.base import fsio, terminal
+from toolkit.base.errors import MOST_CHARS, shortened
 
 LOGGER = logging.getLogger("toolkit")
 
@@ -17,7 +18,7 @@ class VisibleFormatter(logging.Formatter):
     """Formats lines that say the same to a terminal as to a reader, whatever text of others is in them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return terminal.visible(super().format(record))
+        return terminal.visible(shortened(super().format(record), 4 * MOST_CHARS))
 
 
 class _CommandFormatter(VisibleFormatter):

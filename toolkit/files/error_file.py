@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_FAILED
+from toolkit.base.errors import EXIT_FAILED, MOST_CHARS, shortened
 from toolkit.base.secret_values import masked
 from toolkit.files import rundir
 
@@ -33,10 +33,10 @@ def write(error: BaseException, rank: int) -> None:
         "host": socket.gethostname(),
         "time": time.time(),
         "type": type(error).__name__,
-        "message": masked(str(error)),
+        "message": shortened(masked(str(error))),
         "exit_code": getattr(error, "exit_code", EXIT_FAILED),
         "comes_again": getattr(error, "comes_again", False),
-        "traceback": masked("".join(traceback.format_exception(error))),
+        "traceback": shortened(masked(_traceback(error)), 4 * MOST_CHARS),
         **_of_argparse(error),
     }
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
@@ -47,13 +47,18 @@ def write(error: BaseException, rank: int) -> None:
         setattr(error, _WRITTEN, True)
 
 
+def _traceback(error: BaseException) -> str:
+    """Return the traceback, with no part so long that another one would be left out for it."""
+    return "".join(shortened(part) for part in traceback.format_exception(error))
+
+
 def _of_argparse(error: BaseException) -> dict[str, Any]:
     """Return what argparse says of the script's arguments where it ends the script. It would say the same again."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, SystemExit) else []
     for frame in frames:
         if frame.f_code.co_name == "error" and frame.f_globals.get("__name__") == "argparse":
             said = str(frame.f_locals.get("message"))
-            return {"type": ARGUMENT_ERROR, "message": masked(said), "comes_again": True}
+            return {"type": ARGUMENT_ERROR, "message": shortened(masked(said)), "comes_again": True}
     return {}
 
 

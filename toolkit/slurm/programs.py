@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from toolkit.base import signals
-from toolkit.base.errors import SlurmError, SlurmRefusedError, listing, nearest
+from toolkit.base.errors import SlurmError, SlurmRefusedError, listing, nearest, shortened
 
 #: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
 #: SLURM_CONF Slurm's programs retry for 60 s before they fail.
@@ -22,7 +22,7 @@ class _ProgramError(SlurmError):
 
     def __init__(self, argv: Sequence[str], code: int, stderr: str) -> None:
         self.stderr = stderr
-        words = "\n  ".join(stderr.strip().splitlines()[-5:]) or "(nothing on stderr)"
+        words = shortened("\n  ".join(stderr.strip().splitlines()[-5:]), 2000) or "(nothing on stderr)"
         super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {words}{advice_on(stderr)}")
 
     def says(self, words: str) -> bool:

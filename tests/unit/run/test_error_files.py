@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from toolkit.base import logs
 from toolkit.base.errors import ConfigError, JobCodeError, JobFailedError, ToolkitError
 from toolkit.files import error_file, rundir
 from toolkit.run.attempt.error_files import read_error_file
@@ -103,3 +106,31 @@ def test_arguments_that_a_script_refuses_would_be_refused_again(run: rundir.RunD
 
 def test_another_exit_with_the_same_code_is_no_refusal(run: rundir.RunDir) -> None:
     assert not reported(run, SystemExit(2)).comes_again
+
+
+def test_a_text_of_any_length_is_shortened_where_it_is_written(run: rundir.RunDir) -> None:
+    try:
+        raise ValueError("begins " + "x" * 30_000_000 + " ends") from KeyError("y" * 30_000_000)
+    except ValueError as error:
+        error_file.write(error, 0)
+        log_line = logs.VisibleFormatter().format(
+            logging.makeLogRecord({"msg": "%s", "args": (error,), "exc_info": sys.exc_info()})
+        )
+    assert run.error_file(1, 0).stat().st_size < 200_000
+    assert len(log_line) < 100_000
+    failure = read_error_file(run.error_file(1, 0))
+    assert failure.how.startswith("ValueError: begins xxx")
+    assert failure.how.endswith("xxx ends")
+    assert "characters left out" in failure.how
+    assert "in test_a_text_of_any_length" in failure.traceback
+    assert (
+        failure.traceback.index("KeyError") < failure.traceback.index("direct cause") < failure.traceback.index("ends")
+    )
+
+
+def test_a_long_text_that_torch_has_written_is_shortened_when_it_is_read(run: rundir.RunDir) -> None:
+    said = {"message": {"message": "x" * 30_000_000, "extraInfo": {"py_callstack": "y" * 1_000_000}}}
+    run.error_file(1, 0).parent.mkdir(parents=True)
+    run.error_file(1, 0).write_text(json.dumps(said))
+    failure = read_error_file(run.error_file(1, 0))
+    assert len(failure.how) + len(failure.traceback) < 100_000

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.base import fsio, log_text, secret_values, tracebacks
-from toolkit.base.errors import EXIT_REQUEST
+from toolkit.base.errors import EXIT_REQUEST, MOST_CHARS, shortened
 from toolkit.devices.error_texts import DEVICE_ERROR, DEVICE_OUT_OF_MEMORY
 from toolkit.files import records
 from toolkit.files.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
@@ -104,6 +104,12 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         info = inner.get("extraInfo", {})
         torchs = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
         fields = {name: value for name, value in torchs.items() if value is not None}
+    # Those of torch have any length.
+    fields |= {
+        name: shortened(fields[name], most_chars)
+        for name, most_chars in (("message", MOST_CHARS), ("traceback", 4 * MOST_CHARS))
+        if name in fields
+    }
     how = str(fields.get("message", "no message"))
     if "type" in fields:
         how = f"{fields['type']}: {fields.get('message', '')}"
