@@ -66,6 +66,16 @@ def _parts(line: str, width: int) -> list[str]:
     return parts
 
 
+def open_standard_files() -> None:
+    """Open those of the descriptors 0, 1 and 2 that are closed, as a daemon's are.
+
+    Otherwise the next file that is opened would get such a number, and what is printed, or a child's output.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
 def visible(text: str) -> str:
     """Return ``text`` with control and direction characters as escapes such as ``\\x1b``. Colours are left out."""
     if text.isprintable():

@@ -51,6 +51,7 @@ log = logs.get(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    terminal.open_standard_files()
     if sys.stdout is None:  # `toolkit status >&-`
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     # Print what the terminal's encoding lacks as escapes: the name of a file may hold any character.

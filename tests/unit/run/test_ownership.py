@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -710,6 +711,25 @@ def test_a_local_submission_keeps_nobodys_pipe_open(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         os.close(read_end)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_daemon_without_standard_files_gives_its_children_their_own(tmp_path: Path, closed: str) -> None:
+    """A file that is opened while one of them is closed would get its number."""
+    code = (
+        "import os, pathlib, subprocess, sys\n"
+        "from toolkit.run.submission import executors\n"
+        "log = pathlib.Path(sys.argv[1])\n"
+        "with executors._output_to(log):\n"
+        "    subprocess.run(['sh', '-c', 'cat; echo out; echo err >&2'], check=True)\n"
+        "(log.parent / 'after').write_text(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))\n"
+    )
+    log = tmp_path / "controller.log"
+    script = f'"$0" -c "$1" "$2" {closed}'
+    done = subprocess.run(["sh", "-c", script, sys.executable, code, str(log)], stdin=subprocess.DEVNULL, text=True)
+    assert done.returncode == 0
+    assert log.read_text() == "out\nerr\n"
+    assert str(log) not in (tmp_path / "after").read_text()
 
 
 def test_ranks_of_an_attempt_that_was_overtaken_no_longer_own_the_run(tmp_path: Path) -> None:

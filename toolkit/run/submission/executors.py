@@ -259,24 +259,20 @@ def _output_to(path: Path) -> Iterator[None]:
 
     A child that kept the caller's pipe open until the run's end would make ``$(toolkit submit ...)`` wait for it.
     """
+    terminal.open_standard_files()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     # The descriptors themselves are replaced, since children inherit those and not sys.stdout.
-    saved: dict[int, int] = {}
-    for number in (0, 1, 2):
-        with suppress(OSError):  # a daemon may have closed them
-            saved[number] = os.dup(number)
+    saved = {number: os.dup(number) for number in (0, 1, 2)}
     try:
         with Path(os.devnull).open("rb") as nothing, open_log(path) as file:
             for source, number in ((nothing, 0), (file, 1), (file, 2)):
                 os.dup2(source.fileno(), number)
         yield
     finally:
-        for number in (0, 1, 2):
-            os.close(number)
-            if number in saved:
-                os.dup2(saved[number], number)
-                os.close(saved[number])
+        for number, copy in saved.items():
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 @contextmanager
