@@ -376,6 +376,13 @@ def reads(call: ast.Call) -> bool:
     return not any(word.startswith(("w", "a", "x")) for word in words) and "O_CREAT" not in code
 
 
+def test_home_folders_are_looked_up_in_one_way() -> None:
+    """A user may have none: pathlib raises RuntimeError then, and fsio.expand does not. limits refuses such a path."""
+    for path in SOURCES:
+        if path.name not in ("fsio.py", "limits.py"):
+            assert ".expanduser()" not in text_of(path), path
+
+
 def test_files_of_a_run_are_opened_in_one_way() -> None:
     """A pipe or a device in their place, in a folder of several users, would hang who opens them in another."""
     exceptions = tuple(str(PACKAGE / name) for names in OTHER_FILES.values() for name in names)

@@ -55,7 +55,7 @@ def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
     # Not gettempdir(): it would remember its answer, and a script that sets TMPDIR later would not be heard.
     scratch = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), "/tmp")
     places = {
-        "TRITON_CACHE_DIR": Path(triton_home).expanduser(),
+        "TRITON_CACHE_DIR": fsio.expand(triton_home),
         "TORCHINDUCTOR_CACHE_DIR": Path(scratch),
     }
     moved = [name for name, place in places.items() if name not in environ and is_shared(place)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import registry
+from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, nearest
 from toolkit.base.staged import staged
 
@@ -62,7 +63,7 @@ def data_root(root: str | None) -> Path:
     """Return the absolute path that ``data.root`` means, or that of its copy on this node."""
     named = root or os.environ.get("TOOLKIT_DATA") or "data"
     try:
-        return staged(Path(named).expanduser().absolute())
+        return staged(fsio.expand(named).absolute())
     except RuntimeError:
         raise ConfigError(f"data.root: there is no user whose home folder {named!r} could be in") from None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from toolkit.base import disks
+from toolkit.base import disks, user_cache
 
 
 @pytest.fixture
@@ -35,6 +36,16 @@ def test_the_cache_in_a_shared_home_moves_to_a_private_folder_of_the_node(
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),
     }
     assert disks.cache_variables(environ | both) == {}
+
+
+def test_without_a_home_no_cache_is_moved_from_it(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directory services may be away, and containers have users without a name."""
+    del environ["HOME"]
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert disks.cache_variables(environ) == {}
+    assert user_cache.cache_dir() is None
 
 
 def test_what_the_user_has_set_stays(environ: dict[str, str], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def load(config: str | Path | None, overrides: configs.Overrides, project: Path,
 def absolute(config: JobConfig) -> JobConfig:
     """Make ``data.root`` mean the same in every folder; return ``config``."""
     if config.data.root is not None:
-        config.data.root = str(Path(config.data.root).expanduser().absolute())
+        config.data.root = str(fsio.expand(config.data.root).absolute())
     return config
 
 
