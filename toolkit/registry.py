@@ -197,7 +197,7 @@ def sections(above: str) -> Iterator[tuple[str, Any]]:
             if prefix == above:
                 try:
                     section = load(place)
-                except Exception as error:  # every command reads these
+                except (Exception, SystemExit) as error:  # every command reads these
                     log.warning("the section %s is left out: %s: %s: %s", key, place, type(error).__name__, error)
                 else:
                     yield name, section
@@ -218,7 +218,7 @@ def find(kind: Kind, name: str) -> Any:
         return None if path is None else load(path)
     except (OSError, ConfigError):  # a refusal says what to do
         raise
-    except Exception as error:  # it may be other people's code
+    except (Exception, SystemExit) as error:  # it may be other people's code
         why = f"{type(error).__name__}: {error}"
         raise PluginError(f"{name} of {kind} needs {path}, which cannot be loaded: {why}") from error
 
@@ -336,7 +336,7 @@ def _load(modules: Iterable[tuple[str, str]]) -> Iterator[Plugin]:
     for name, path in modules:
         try:
             plugin = import_module(path).PLUGIN
-        except Exception as error:  # it may be other people's code
+        except (Exception, SystemExit) as error:  # it may be other people's code
             if isinstance(error, ModuleNotFoundError) and path.startswith(f"{error.name}"):
                 continue  # a toolkit without this plugin
             log.warning("plugin %s is left out: %s: %s", name, type(error).__name__, error)
@@ -346,8 +346,24 @@ def _load(modules: Iterable[tuple[str, str]]) -> Iterator[Plugin]:
         elif plugin.interface != INTERFACE:
             version = "plugin %s is left out: it was written for version %s of toolkit.registry, and this is version %d"
             log.warning(version, name, plugin.interface, INTERFACE)
+        elif wrong := _misdeclared(plugin):
+            log.warning("plugin %s is left out: %s", name, wrong)
         else:
             yield plugin
+
+
+def _misdeclared(plugin: Plugin) -> str:
+    """Return what is no mapping by names; empty where all is as :class:`Plugin` says."""
+    if not isinstance(plugin.name, str) or not plugin.name:
+        return f"its name is {plugin.name!r}"
+    for kind in (*get_args(Kind), "traits", "waits"):
+        brought, values = getattr(plugin, kind), StrategyTraits if kind == "traits" else str
+        if not isinstance(brought, Mapping):
+            return f"its {kind} are {brought!r}, and no mapping"
+        for item in brought.items():
+            if not isinstance(item[0], str) or not isinstance(item[1], values):
+                return f"of its {kind}, {item[0]!r}: {item[1]!r} is not a name and a {values.__name__}"
+    return ""
 
 
 def _shared(plugin: Plugin, others: Iterable[Plugin]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import selectors
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,3 +181,33 @@ def test_an_agent_outlives_a_plugin_that_fails_at_what_a_helper_says(caplog: pyt
             for key, _ in selector.select(PATIENCE):
                 key.data()
     assert "the output of true is not heard any more: ValueError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("from toolkit.registry import Plugin; PLUGIN = Plugin('p', commands=None)", "its commands are None"),
+        ("from toolkit.registry import Plugin; PLUGIN = Plugin('p', commands={7: 'm'})", "7: 'm' is not a name"),
+        ("from toolkit.registry import Plugin; PLUGIN = Plugin('p', hooks={'watch': None})", "'watch': None is not"),
+        ("from toolkit.registry import Plugin; PLUGIN = Plugin('p', traits={'s': True})", "and a StrategyTraits"),
+        ("from toolkit.registry import Plugin; PLUGIN = Plugin(None)", "its name is None"),
+    ],
+)
+def test_a_plugin_at_fault_is_left_out_with_a_line(
+    source: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "their_plugin.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "their_plugin", raising=False)
+    assert [*registry._load([("theirs", "their_plugin")])] == []
+    assert "plugin theirs is left out" in caplog.text
+    assert why in caplog.text
+
+
+def test_a_part_of_a_plugin_that_ends_the_program_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ends_the_program.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "where", lambda kind, name: "ends_the_program")
+    with pytest.raises(PluginError, match="cannot be loaded: SystemExit: 0"):
+        registry.find("hooks", "their_hook")
