@@ -22,7 +22,7 @@ from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig
-from toolkit.config.schema import LIVE, set_values
+from toolkit.config.schema import set_values
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.live import values as live_values
@@ -33,7 +33,7 @@ from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.run.records import changes, user_request
-from toolkit.run.records.changes import Change, in_force
+from toolkit.run.records.changes import LIVE, Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
 
 
@@ -100,6 +100,25 @@ def test_a_value_that_is_set_after_a_restart_ends_a_later_one_of_before(run: Run
     assert set(again.rates(45, 60)) == {0.3}
     assert set(Rank(run, step=40).rates(45, 60)) == {0.3}
     assert Rank(run, step=40).rates(40, 46) == [0.1] * 5 + [0.3]
+
+
+@pytest.mark.parametrize(
+    "values", [{"nodot": 1}, {"a.b.c": 1}, {"optim.newer": 1}, {"optim.lr": "fast"}, {"train.epochs": 5}, {"": 1}, {}]
+)
+def test_a_request_that_no_command_makes_is_refused_and_leaves_no_trace(run: RunDir, values: dict[str, Any]) -> None:
+    rank = Rank(run)
+    answer = rank.ask(5, UserRequest(Wish.SET, time.time(), values=values))
+    assert answer is not None
+    assert "nothing was done" in (answer.refused or "")
+    assert (changes.read(run), rank.values) == ([], {})
+
+
+def test_a_line_of_the_history_that_does_not_fit_is_left_out(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    Rank(run).set(5, lr=0.2)
+    for values in ({"nodot": 1}, {"optim.newer": 1, "optim.lr": 7.0}):
+        changes.append(run, Change(time.time(), values, step=6, request="r"))
+    assert Rank(run, step=8).rates(8, 9) == [0.2]
+    assert "a line sets nodot, which no run can take" in caplog.text
 
 
 def test_a_full_disk_changes_nothing_and_the_answer_says_so(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

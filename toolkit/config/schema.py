@@ -328,16 +328,8 @@ def put(config: Any, parts: Sequence[str], value: Any) -> None:
         setattr(config, parts[-1], value)
 
 
-#: These take effect between two steps, and nothing has to be built anew.
-LIVE = (
-    *("optim.lr", "optim.min_lr"),
-    *("train.log_every", "train.eval_every"),
-    *("checkpoint.every_steps", "checkpoint.every_min", "checkpoint.keep", "checkpoint.keep_every"),
-)
-
-
 def set_values(config: JobConfig, values: Mapping[str, Any]) -> None:
-    """Set ``values`` by key, all of them of ``LIVE``."""
+    """Set ``values`` by key, all of them of ``changes.LIVE``."""
     for key, value in values.items():
         section, name = key.split(".")
         setattr(getattr(config, section), name, value)

@@ -18,6 +18,7 @@ from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import RequestError
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.live import values as live_values
 from toolkit.ranks.session import Session
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change
@@ -131,6 +132,9 @@ class OnRequest:
         earlier = [line.step for line in lines if line.request == request_id]
         told: dict[str, Any] = {}
         if not earlier:
+            # Another version of the toolkit, or another program, may have made the request. What is in the history once
+            # is set at each start.
+            live_values.checked(self._run, [f"{key}={changes.written(value)}" for key, value in values.items()])
             line = Change(time.time(), values, step=step, request=request_id)
             changes.append(self._run, line)
             told = {"values": dict(values), "held": changes.in_force([*lines, line])}

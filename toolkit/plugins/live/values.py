@@ -7,10 +7,11 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base.errors import ConfigError, RequestError, nearest
-from toolkit.config.schema import LIVE, set_values
+from toolkit.config.schema import set_values
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.run_keys import acting_on
 from toolkit.run.records import changes, run_config
+from toolkit.run.records.changes import LIVE
 
 
 def checked(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:

@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio, reading
+from toolkit.base.errors import listing
+from toolkit.files import records
 from toolkit.files.json_record import NULL, FileRecord
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
 from toolkit.run.records.user_request import Plain
+
+#: These take effect between two steps, and nothing has to be built anew.
+LIVE = (
+    *("optim.lr", "optim.min_lr"),
+    *("train.log_every", "train.eval_every"),
+    *("checkpoint.every_steps", "checkpoint.every_min", "checkpoint.keep", "checkpoint.keep_every"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,14 @@ class Change(FileRecord):
 
 def read(run: RunDir, damage: list[str] | None = None) -> list[Change]:
     """Return the lines that can be read, oldest first. ``damage`` gets the others; without it they go into the log."""
-    return Change.read_lines(_path(run), damage)
+    found = []
+    for line in Change.read_lines(_path(run), damage):
+        others = sorted(line.values.keys() - {*LIVE})
+        if others:
+            records.note(f"{_path(run)}: a line sets {listing(others)}, which no run can take; left out", damage)
+        else:
+            found.append(line)
+    return found
 
 
 def append(run: RunDir, change: Change) -> None:

@@ -23,7 +23,6 @@ from toolkit.checkpoint.folder import CheckpointFolder, committed
 from toolkit.config import JobConfig
 from toolkit.config.layers import override_layer
 from toolkit.config.learning_rate import RateChange, rate_change_by
-from toolkit.config.schema import LIVE
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
@@ -79,7 +78,7 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
                 # A new value ends what `toolkit set` has given its key.
                 given = _given_keys(overrides)
-                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in LIVE if key in given})
+                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in changes.LIVE if key in given})
             stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
