@@ -120,7 +120,7 @@ def test_mnist_files_become_tensors_read_at_once(name: str, folder: str, tmp_pat
 def test_broken_mnist_files_are_reported_with_the_way_out(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST")
     (tmp_path / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + bytes(12) + b"cut")
-    with pytest.raises(DataMissingError, match=r"cannot be read.*(?s:.)*toolkit data fetch mnist --root"):
+    with pytest.raises(DataMissingError, match=r"as they were published(?s:.)*toolkit data fetch mnist --root"):
         build_datasets(DataConfig(name="mnist", root=str(tmp_path)))
 
 
@@ -148,8 +148,23 @@ def test_a_damaged_cifar10_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     write_cifar10(tmp_path, monkeypatch)
     with (tmp_path / "cifar-10-batches-py/data_batch_2").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataMissingError, match="toolkit data fetch cifar10"):
+    with pytest.raises(DataMissingError, match=r"toolkit data fetch cifar10 --root .*/published\n") as refused:
         build_datasets(DataConfig(name="cifar10", root=str(tmp_path)))
+    assert "emove" not in str(refused.value), "they may be the user's own"
+
+
+@pytest.mark.parametrize("content", [b"", b"text", None], ids=["empty", "text", "torn"])
+def test_a_picture_that_cannot_be_read_is_named_by_its_path(tmp_path: Path, content: bytes | None) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        Image.fromarray(np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)).save(
+            tmp_path / split / "cat/one.png"
+        )
+    path = tmp_path / "train/cat/one.png"
+    path.write_bytes(path.read_bytes()[:3000] if content is None else content)
+    sets = build_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
+    with pytest.raises(OSError, match=f"{path} is no whole picture"):
+        cast(Any, sets.train)[0]
 
 
 def test_cifar10_augmentation_crops_and_mirrors_whatever_the_workers(
@@ -276,7 +291,7 @@ def test_weights_that_torchvision_does_not_have_are_refused(tmp_path: Path) -> N
 def test_fetch_does_not_touch_an_incomplete_data_set(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST")
     (tmp_path / "MNIST/raw/t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(RequestError, match="incomplete; remove it"):
+    with pytest.raises(RequestError, match="incomplete; to download all of it elsewhere"):
         fetch("mnist", str(tmp_path))
 
 

@@ -261,11 +261,19 @@ def test_a_torn_file_is_named(folder: Path) -> None:
     refused(folder, f"{path}: its samples cannot be counted", "cut off")
 
 
+def test_a_file_without_a_byte_is_named_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = len(ShardedData(folder))
+    (folder / "part-00.parquet").touch()
+    assert len(ShardedData(folder)) == before
+    assert "shards without samples: part-00.parquet" in caplog.text
+
+
 def test_folders_without_shards_or_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataMissingError, match="none: there is no such folder"):
         ShardedData(tmp_path / "none")
     pq.write_table(table(0, 0), tmp_path / "empty.parquet")
-    refused(tmp_path, "its shards hold no samples: empty.parquet")
+    (tmp_path / "none.parquet").touch()
+    refused(tmp_path, "its shards hold no samples: none.parquet, empty.parquet")
     refused(tmp_path, "lanes: 0", lanes=0)
 
 

@@ -33,7 +33,8 @@ def fetch(name: str, root: str | None) -> str:
     if all(path.is_file() for path in files):
         return f"{name} is in {target} already"
     if target.exists():
-        raise RequestError(f"{target} is there but incomplete; remove it, then run {fetch_command(name, place)}")
+        command = fetch_command(name, place / "published")
+        raise RequestError(f"{target} is there but incomplete; to download all of it elsewhere, run {command}")
     refuse_missing(*TORCHVISION)
     fsio.make_dir(place)
     # Beside the final place, so on one file system with it: the rename below makes the whole folder appear at once.

@@ -123,7 +123,11 @@ class Photographs:
     def _opened(self, index: int) -> Tensor:
         pixels = None if self._cache is None else self._cache.get(index)
         if pixels is None:
-            pixels = self._read(os.fsdecode(self._paths[self._ends[index] : self._ends[index + 1]]))
+            path = os.fsdecode(self._paths[self._ends[index] : self._ends[index + 1]])
+            try:
+                pixels = self._read(path)
+            except Exception as error:  # of a torn file Pillow says what is wrong, but not with which
+                raise OSError(getattr(error, "errno", None), f"{path} is no whole picture: {error}") from error
             if self._cache is not None:
                 self._cache.put(index, pixels)
         return pixels

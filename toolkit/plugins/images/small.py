@@ -35,10 +35,11 @@ def build(config: DataConfig) -> Datasets:
     try:
         parts = [kind(root, train=train) for train in (True, False)]
     except (RuntimeError, ValueError, EOFError) as error:
-        folder = root / FILES[config.name][0]
+        folder, other = root / FILES[config.name][0], root / "published"
         raise DataMissingError(
-            f"data.root: the files of {config.name} in {folder} cannot be read ({error}). Remove that folder and "
-            f"run on the login node\n    {fetch_command(config.name, root)}"
+            f"data.root: {folder} does not hold the files of {config.name} as they were published ({error}). Pictures "
+            "of your own are data.name=image_folder. To get the published ones, run on the login node\n"
+            f"    {fetch_command(config.name, other)}\nand set data.root={other}"
         ) from error
     train, test = (_tensors(part) for part in parts)
     augmentation = _moved_and_mirrored if config.name == "cifar10" else _moved

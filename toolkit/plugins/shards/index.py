@@ -148,9 +148,13 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
         cached = folder / "shards" / f"{root.name or 'root'}-{crc([key])}{crc([key, b'again'])}.npz"
     known = _load(cached)
     # A file of the size and time in the cache is not opened.
-    files = []
+    files, empty = [], []
     for name in names:
         stat = (root / name).stat()
+        # A writer that had nothing to write, as many partitioned ones do.
+        if not stat.st_size:
+            empty.append(name or str(root))
+            continue
         old = known.get(name)
         if old is None or (old.size, old.mtime_ns) != (stat.st_size, stat.st_mtime_ns):
             files.append(ShardFile(name, stat.st_size, stat.st_mtime_ns, _scan(root / name, kind)))
@@ -166,12 +170,14 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
         )
     if changed or len(known) > len(files):
         _save(cached, files)
-    return _checked(root, files)
+    return _checked(root, files, empty)
 
 
-def _checked(root: Path, files: list[ShardFile]) -> ShardIndex:
-    empty = [file.name for file in files if not file.scan.rows.sum()]
-    if len(empty) == len(files):
+def _checked(root: Path, files: list[ShardFile], empty: Sequence[str]) -> ShardIndex:
+    """Return the index of ``files``. ``empty`` are those without a byte."""
+    without = [file.name for file in files if not file.scan.rows.sum()]
+    empty = [*empty, *without]
+    if len(without) == len(files):
         raise DataMissingError(f"{root}: its shards hold no samples: {listing(empty)}")
     if empty:
         log.warning("%s: shards without samples: %s", root, listing(empty))
@@ -223,7 +229,7 @@ def _scan(path: Path, kind: ShardFormat) -> Scan:
         raise
     except Exception as error:  # each library has errors of its own for a damaged file
         raise ConfigError(
-            f"{path}: its samples cannot be counted: {error}. Write this shard again, or remove it from the folder"
+            f"{path}: its samples cannot be counted: {error}. Write this shard again, or move it out of the folder"
         ) from error
 
 
