@@ -39,12 +39,23 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def other_than_plain(tensor: torch.Tensor) -> str:
+    """Return what keeps the tensor from being saved as its elements; empty for one that is plain, dense and local."""
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor ({tensor.layout})"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})"
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    kind = type(tensor.detach())
+    return "" if kind is torch.Tensor else f"a {kind.__qualname__}"
+
+
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raise CheckpointError unless the tensor is plain, dense and local. The machine must be little-endian."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor.detach()) is not torch.Tensor:
+    if what := other_than_plain(tensor):
         raise UnsavableStateError(
-            f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; declare dense local tensors "
-            "(of a DTensor its local part, as Sharded)"
+            f"{name} is {what}; declare dense local tensors (of a DTensor its local part, as Sharded)"
         )
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian and this machine is not; it is not supported")

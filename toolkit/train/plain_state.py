@@ -25,14 +25,16 @@ from torch.optim import Optimizer
 
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
+from toolkit.checkpoint.tensors import other_than_plain
 from toolkit.devices import accelerator
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, entry, local
 
 
-def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
+def encode(value: Any, where: str, tensors: list[Tensor], above: tuple[int, ...] = ()) -> Json:
     """Return ``value`` as JSON, and append its live tensors to ``tensors``.
 
-    Raises ConfigError for what cannot be stored, with its place, which begins with ``where``.
+    Raises ConfigError for what cannot be stored, with its place, which begins with ``where``. ``above`` are the
+    containers that it is in.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -45,15 +47,20 @@ def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
+    if id(value) in above:
+        raise ConfigError(
+            f"run.resumable: {where} is one of the containers that it is in, and no checkpoint holds that"
+        )
+    above = (*above, id(value))
     # Lists, and mappings with plain keys, are JSON already; other containers get a key with ``$``.
     if type(value) is list:
-        return [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
+        return [encode(item, f"{where}[{index}]", tensors, above) for index, item in enumerate(value)]
     if type(value) is dict and all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
+        return {key: encode(item, f"{where}.{key}", tensors, above) for key, item in value.items()}
     for word, kind, take_apart, _ in _KINDS:
         if type(value) is kind:
             items = enumerate(take_apart(value))
-            return {word: [encode(item, f"{where}[{index}]", tensors) for index, item in items]}
+            return {word: [encode(item, f"{where}[{index}]", tensors, above) for index, item in items]}
     raise ConfigError(
         f"run.resumable: {where} is of type {type(value).__qualname__}, which a checkpoint cannot hold: it unpickles "
         "nothing. Give its object a state_dict() of numbers, texts, lists, dictionaries and tensors"
@@ -82,10 +89,18 @@ def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors:
         word = "$array" if isinstance(value, np.ndarray) else "$scalar"
         try:
             value = torch.from_numpy(np.array(value))  # a copy in C order
-        except TypeError:
-            raise ConfigError(f"run.resumable: {where} is an array of {value.dtype}, which torch has not") from None
+        except (TypeError, ValueError):  # ValueError: of another byte order
+            raise ConfigError(
+                f"run.resumable: {where} is an array of {value.dtype}, which torch has not; hand over one of numbers, "
+                "in this machine's byte order: value.astype(value.dtype.newbyteorder('='))"
+            ) from None
     elif value.device.type != "cpu":
         word = "$device"
+    if what := other_than_plain(value):
+        raise ConfigError(
+            f"run.resumable: {where} is {what}, which a checkpoint cannot hold; hand over a dense tensor, "
+            "such as .to_dense(), .dequantize() or .as_subclass(torch.Tensor) gives"
+        )
     tensors.append(value)
     return {word: len(tensors) - 1}
 

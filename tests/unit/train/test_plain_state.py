@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from toolkit.base.errors import ConfigError
 from toolkit.train.plain_state import decode, encode
@@ -118,10 +120,43 @@ def test_what_json_has_no_word_for_comes_back_too(value: Any) -> None:
         assert again.maxlen == value.maxlen
 
 
-@pytest.mark.parametrize("value", [print, object(), 1j, np.array(["text"])])
-def test_what_cannot_be_stored_is_refused_by_its_place(value: Any) -> None:
+class Tagged(Tensor):
+    """A subclass of which nothing is known but its name."""
+
+
+def circle() -> list[Any]:
+    """Return a list that holds itself, in a dictionary."""
+    made: list[Any] = []
+    made.append({"again": made})
+    return made
+
+
+#: Made within the test: torch warns of quantized tensors.
+UNSAVABLE: dict[str, Callable[[], Any]] = {
+    "function": lambda: print,
+    "object": object,
+    "complex number": lambda: 1j,
+    "array of texts": lambda: np.array(["text"]),
+    "other byte order": lambda: np.arange(3, dtype=np.dtype("<i4").newbyteorder()),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "subclass": lambda: torch.ones(3).as_subclass(Tagged),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAVABLE)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_cannot_be_stored_is_refused_by_its_place(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.resumable: scheduler\.steps\[1\] is"):
-        encode({"steps": [0, value]}, "scheduler", [])
+        encode({"steps": [0, UNSAVABLE[kind]()]}, "scheduler", [])
+
+
+def test_a_container_that_holds_itself_is_refused_by_its_place() -> None:
+    shared = [1]
+    assert encode([shared, shared], "progress", []) == [[1], [1]]
+    with pytest.raises(ConfigError, match=r"run\.resumable: progress\.steps\[0\]\.again is one of the containers"):
+        encode({"steps": circle()}, "progress", [])
 
 
 def test_a_tensor_of_several_tensors_comes_back_from_what_is_imported_only() -> None:
