@@ -6,6 +6,7 @@ import errno
 import itertools
 import secrets
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,20 @@ def test_a_restarted_job_finds_its_run_and_no_other(runs: list[rundir.RunDir], t
     assert rundir.run_of_job("box-5_1", tmp_path) == runs[0]
     assert rundir.run_of_job("box-5_2", tmp_path) == runs[2]
     assert rundir.run_of_job("box-5", tmp_path) is None
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_git_sees_nothing_of_a_folder_for_runs_that_was_made_for_them(tmp_path: Path, exists: bool) -> None:
+    root = tmp_path / "runs"
+    if exists:
+        (root / "notes").mkdir(parents=True)
+    run = rundir.create("name", root)
+    rundir.remember_job(run, "box-5")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    said = subprocess.run(
+        ["git", "-C", str(tmp_path), "status", "--short"], check=True, capture_output=True, text=True
+    ).stdout
+    assert (said == "") is not exists, "a folder that was there before is its owner's"
 
 
 def test_a_new_run_is_private_and_distinct(tmp_path: Path) -> None:

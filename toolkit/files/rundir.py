@@ -315,7 +315,7 @@ def create(name: str, root: Path | None = None) -> RunDir:
 
     Raises RequestError if others could replace it.
     """
-    parent = fsio.make_dir((root or runs_root()) / name)
+    parent = fsio.make_dir(make_root(root or runs_root()) / name)
     trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # exists now: no other user can make it first
     while True:
         run = RunDir(parent / f"{id_time(time.time())}-{secrets.token_hex(4)}")
@@ -325,6 +325,14 @@ def create(name: str, root: Path | None = None) -> RunDir:
     for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
         fsio.make_dir(folder)
     return run
+
+
+def make_root(root: Path) -> Path:
+    """Make the folder for runs if it is not there. A new one is left out by git, with all that comes into it."""
+    if not root.is_dir():
+        fsio.make_dir(root)
+        fsio.write_atomic(root / ".gitignore", "*\n")
+    return root
 
 
 def id_time(moment: float) -> str:

@@ -160,6 +160,7 @@ class SweepDir:
         Where the file system has no locks, two submitters may list the same points. No point runs twice all the same:
         its run has one folder and one owner.
         """
+        rundir.make_root(self.path.parents[1])
         fd = fsio.try_lock(fsio.make_dir(self.path) / "lock")
         if fd is None:
             raise RequestError(f"sweep {self.name}: another `toolkit sweep` submits its points at this moment")
