@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,21 @@ def test_an_unknown_end_has_no_cause(run: RunDir) -> None:
     close(run, "crashed", "exit code 3")
     write_log(run, 2, "step 1 loss 2.0\nbye\n")
     assert cause_of(run) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_of_a_run_that_could_write_nothing_the_full_disk_is_the_cause(
+    run: RunDir, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(fsio, "write_atomic", full)
+    found = cause_of(run)
+    assert found is not None
+    assert os.strerror(number) in found.line
+    assert found.rule.startswith("fs.")
+    assert list(run.path.glob(".room-*")) == []
 
 
 def test_runs_that_completed_or_never_failed_have_none(run: RunDir) -> None:

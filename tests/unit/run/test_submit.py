@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from submitit.core.utils import JobPaths
@@ -167,6 +168,15 @@ def test_a_login_node_does_not_train_while_the_controller_is_away(
     with pytest.raises(RequestError, match=r"controller does not answer .*--executor slurm, or --executor local"):
         executors.choose_executor("auto")
     assert executors.choose_executor("local") == "local"
+
+
+def test_a_submission_onto_a_disk_that_is_nearly_full_warns(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_on_path(project / "bin", monkeypatch, sbatch="echo 7", srun="")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 10))
+    assert main(["submit", "own.yaml", "--executor", "slurm"]) == 0
+    assert "has 100 KiB left" in capsys.readouterr().err
 
 
 def test_a_refused_config_leaves_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,13 @@ It reads the record of the last failed attempt, the reports of the ranks about t
 from __future__ import annotations
 
 import contextlib
+import errno
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.base import fsio
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, cause_or_exception, diagnosis_by
@@ -59,7 +62,21 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     logs: list[Path] = []
     with contextlib.suppress(OSError):
         logs = sorted(what.submitit.glob("*_log.*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log))
+    return _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log)) or _by_disk(what)
+
+
+def _by_disk(run: RunDir) -> Diagnosis | None:
+    """Return the cause of a run without a word: the disk or the quota is full now, and no file could record it."""
+    probe = run.path / f".room-{secrets.token_hex(4)}"
+    try:
+        fsio.write_atomic(probe, bytes(1 << 16))
+    except OSError as error:
+        known = {errno.ENOSPC: "fs.no_space", errno.EDQUOT: "fs.quota"}.get(error.errno or 0)
+        return diagnosis_by(rule(known), f"{run.path}: {error.strerror}", None, None) if known else None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
 
 
 def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagnosis | None:

@@ -6,12 +6,13 @@ the same in every folder.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import registry
-from toolkit.base import fsio, staged, torch_version
+from toolkit.base import fsio, logs, staged, torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, is_one_line
 from toolkit.files import origin, rundir
@@ -20,6 +21,11 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.run.prepare import snapshot
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
+
+log = logs.get(__name__)
+
+#: A submission with less room than this for the run's files warns of it.
+LEAST_FREE_BYTES = 16 << 20
 
 
 def load(config: str | Path | None, overrides: configs.Overrides, project: Path, *, sweep: bool = False) -> JobConfig:
@@ -75,6 +81,13 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
         else:
             snapshot.note_folder(run)
         fsio.write_atomic(run.config, configs.dump_config(config))
+        free_bytes = shutil.disk_usage(run.path).free
+        if free_bytes < LEAST_FREE_BYTES:
+            log.warning(
+                "%s has %s left: without room for logs and checkpoints the run cannot say how it goes; make room, or "
+                "choose another folder: set TOOLKIT_RUNS",
+                *(run.path.parent.parent, fsio.size_text(free_bytes)),
+            )
     except BaseException:  # an incomplete run would be listed for ever
         fsio.remove_tree(run.path)
         raise
