@@ -14,6 +14,12 @@ TAIL_BYTES = 256 << 10
 #: Longer lines are cut: those that list a model's keys have megabytes.
 LONGEST_LINE = 2000
 
+#: What launchers put before a line: torch's ``[rank3]:`` and torchrun's ``[default3]:``, also behind a progress bar;
+#: mpirun's ``[1,3]<stderr>:``, srun's and mpirun's ``3:``, Ray's ``(Worker pid=7, ip=10.0.0.7)``.
+LABELS = re.compile(
+    r"(?m)\[(?:rank|default)(?P<torch>\d+)\]:[ \t]?"
+    r"|^[ \t]*(?:\[1,(?P<mpi>\d+)\]<std\w+>:|(?P<srun>\d+):(?= )|\(\w+ pid=\d+[^)\n]{0,80}\))[ \t]?"
+)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 

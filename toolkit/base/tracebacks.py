@@ -64,10 +64,11 @@ def source(text: str) -> str:
     return own[-1][0].strip() if own and own[-1] else ""
 
 
-#: What a traceback begins with. That of a syntax error in the program itself has no first line.
+#: What a traceback begins with, behind a progress bar or what a logger puts before it. Those inside of an exception
+#: group are left out. A syntax error in the program itself has no first line.
 _HEAD = re.compile(
-    r"(?m)^(?P<indent>[ \t]*)(?:(?:Original )?Traceback \(most recent call last\):$"
-    r'|  File "[^"\n]{1,300}", line \d+$)'
+    r"(?m)(?P<indent>^[ \t]*|(?<!Group )(?<!\| ))(?:Original )?Traceback \(most recent call last\):$"
+    r'|^[ \t]*  File "[^"\n]{1,300}", line \d+$'
 )
 #: What ends it: the exception, and its text. Further lines of the text count where they are indented.
 _EXCEPTION = re.compile(r"(?m)^[ \t]*(?P<how>[\w.<>]+(?:: [^\n]*)?$(?:\n[ \t]+[^\n]+)*)")
@@ -93,7 +94,7 @@ def raised(text: str) -> Iterator[Raised]:
     at, begin = 0, None
     while (head := _HEAD.search(text, at)) is not None:
         # The stack: lines that are indented more than the first one.
-        inner = head["indent"] + " "
+        inner = (head["indent"] or "") + " "
         end = head.end() + 1
         while text.startswith(inner, end) and (newline := text.find("\n", end)) >= 0:
             end = newline + 1

@@ -27,6 +27,7 @@ TORCHRUN = (
     "============================================================\ntrain.py FAILED\n"
     "------------------------------------------------------------\nFailures:\n  <NO_OTHER_FAILURES>\n"
 )
+BAR = "from tqdm import tqdm\nbar = tqdm(total=9)\nfor n in range(9):\n  bar.update()\n"
 
 
 def of_script(source: str, tmp_path: Path, *words: str) -> tuple[str, int]:
@@ -36,7 +37,7 @@ def of_script(source: str, tmp_path: Path, *words: str) -> tuple[str, int]:
     done = subprocess.run(
         [sys.executable, str(path), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=60
     )
-    return done.stdout.decode(errors="replace"), done.returncode
+    return log_text.clean(done.stdout.decode(errors="replace")), done.returncode
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,18 @@ def of_script(source: str, tmp_path: Path, *words: str) -> tuple[str, int]:
         ("raise SystemExit('config nothere.yaml is not there')", "exit code 1; it printed last: config nothere", None),
         ("import argparse\nargparse.ArgumentParser().parse_args()", "train.py: error: unrecognized", None),
         ("raise SystemExit(3)", None, None),
+        # A progress bar that is updated by hand ends in no line break, and one is drawn once more at the end.
+        (f"{BAR}  if n == 5: raise ValueError('bad')", "ValueError: bad", "line 5"),
+        (f"{BAR}raise SystemExit('no')", "exit code 1; it printed last: no", None),
+        (f"{BAR}raise SystemExit(1)", None, None),
+        # torch labels each line where a process group is open, behind a bar, too.
+        (
+            "import torch.distributed as dist\n"
+            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+            f"{BAR}  if n == 5: raise ValueError('bad')",
+            "ValueError: bad",
+            "line 7",
+        ),
     ],
     ids=lambda value: None if value is None else value[:20],
 )
@@ -92,6 +105,13 @@ def test_the_exception_that_left_a_script_is_told_from_its_output(
         ),
         ("usage: t\nkilled\n", "exit code 2; it printed last: killed"),
         (HEAD, "exit code 2; it printed last: Traceback"),
+        (f" 60%|##  | 3/5 [00:00<00:00, 9.1it/s]{HEAD}ValueError: bad\n", "ValueError: bad"),
+        (f" 60%|##  | 3/5 [00:00<00:00, 9.1it/s]\r{HEAD}ValueError: bad\n", "ValueError: bad"),
+        (f"2026-11-20 15:00:00 ERROR root {HEAD}ValueError: bad\n", "ValueError: bad"),
+        (
+            f"[1,3]<stderr>:[rank3]: {HEAD.replace(chr(10), chr(10) + '[1,3]<stderr>:[rank3]: ')}ValueError: bad\n",
+            "ValueError: bad",
+        ),
         ("\0\0\x01\x02 --- \n\n", ""),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import tracebacks
-from toolkit.base.log_text import clean, tail_of_file
+from toolkit.base.log_text import LABELS, clean, tail_of_file
 from toolkit.plugins.why.rules import EXCEPTION, Rule, Tier, all_rules, rule
 
 #: The most characters that are shown of the line that names the cause.
@@ -21,12 +21,6 @@ STEPS_AFTER = 5
 #: The lines before an error in which the last frame is looked for, as many as a traceback may have.
 FRAME_LINES = 60
 
-#: What launchers put before a line: torch's ``[rank3]:``, torchrun's ``[default3]:``, mpirun's ``[1,3]<stderr>:``,
-#: srun's and mpirun's ``3:``, DeepSpeed's ``node7:``, Ray's ``(Worker pid=7, ip=10.0.0.7)``.
-_LABELS = re.compile(
-    r"(?m)^(?:[ \t]*(?:\[(?:rank|default)(?P<torch>\d+)\]:|\[1,(?P<mpi>\d+)\]<std\w+>:|(?P<srun>\d+):(?= )"
-    r"|\(\w+ pid=\d+[^)\n]{0,80}\))[ \t]?){1,3}"
-)
 _HOST = re.compile(r"srun: error: (?P<srun>[\w.-]+): task|\*\*\* (?:JOB|STEP) \S+ ON (?P<step>[\w.-]+) CANCELLED")
 _PROGRESS = re.compile(
     r"(?m)\d(?:it/s|s/it)\b"
@@ -70,7 +64,7 @@ def cause_of_text(text: str) -> Diagnosis | None:
     follows an error is mostly its consequence.
     """
     lines = clean(text)
-    plain = _LABELS.sub("", lines)
+    plain = LABELS.sub("", lines)
     # An error before this position cannot have ended the job: it went on for several steps.
     steps = [match.start() for match in _PROGRESS.finditer(plain)]
     start = steps[-STEPS_AFTER] if len(steps) >= STEPS_AFTER else 0
@@ -91,7 +85,7 @@ def cause_of_text(text: str) -> Diagnosis | None:
     host = _HOST.search(line)
     # The rank that a launcher's label before the line names.
     number = plain.count("\n", 0, at)
-    label = _LABELS.match(lines.split("\n", number + 1)[number])
+    label = LABELS.search(lines.split("\n", number + 1)[number])
     rank = label and next(filter(None, label.groups()), None)
     of_host = host and next(filter(None, host.groups()))
     return diagnosis_by(found, line, int(rank) if rank else None, of_host, _frame(plain, at))
@@ -105,7 +99,7 @@ def cause_or_exception(text: str) -> Diagnosis | None:
     found = cause_of_text(text)
     if found is not None and not found.is_consequence:
         return found
-    plain = _LABELS.sub("", clean(text))
+    plain = LABELS.sub("", clean(text))
     for raised in reversed([*tracebacks.raised(plain)]):
         is_over = len(_PROGRESS.findall(plain, raised.end)) < STEPS_AFTER
         if is_over and cause_of_text(raised.how) is None:

@@ -75,7 +75,9 @@ _UNREACHED = re.compile(
 )
 _USAGE = re.compile(r"(?im)^usage: ")
 #: Lines that say nothing about the end: warnings, rules, sources under a warning, and what loggers print at any end.
-_NOISE = re.compile(r"\s|wandb: |\[\w+\]:\[|[WEIF]\d{4} |.*(?i:warn)|Exception ignored ")
+_NOISE = re.compile(r"\s|wandb: |\[?[WEIF]\d{4} |.*(?i:warn)|Exception ignored ")
+#: A progress bar of tqdm's, as far as its end: ``40%|####  | 2/5 [00:01<00:02,  1.9it/s]``.
+_BAR = re.compile(r".*\[\d+:\d\d(?:<|, )[^\]\n]*\]")
 _WORDS = re.compile(r"[^\W\d_]")
 _REFUSAL = re.compile(r"(?i)(?:[^\n]{1,100}: )?error: \S")
 
@@ -167,6 +169,7 @@ def report_of(text: str, exit_code: int | None) -> dict[str, str | bool]:
     one of the log. One about another process is a consequence, so the last other one is preferred: launchers such as
     torchrun report an error of their children so.
     """
+    text = log_text.LABELS.sub("", text)
     raised = [*tracebacks.raised(text)]
     ended_by = next(reversed([each for each in raised if not is_consequence(each.how)] or raised), None)
     if ended_by is not None:
@@ -185,5 +188,5 @@ def report_of(text: str, exit_code: int | None) -> dict[str, str | bool]:
 
 def _said(text: str) -> list[str]:
     """Return the lines of a program's own, cut. Those that libraries print at the end of any program are left out."""
-    lines = text.split("\n")
+    lines = _BAR.sub("", text).split("\n")
     return [line.strip()[:SHOWN] for line in lines if _WORDS.search(line) and not _NOISE.match(line)]
