@@ -9,9 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import get_type_hints
 
+import pytest
+
 from tests import gold
 from tests.bench.why import table
 from toolkit.config.schema import JobConfig
+from toolkit.plugins.why.diagnosis import cause_or_exception
 from toolkit.plugins.why.rules import all_rules, rule
 
 ROOT = Path(__file__).parents[3]
@@ -60,6 +63,16 @@ def test_ordinary_output_and_warnings_are_given_no_cause() -> None:
     silent = [case for part in gold.PARTS for case in gold.read(part) if case.label == gold.SILENT]
     assert len(silent) >= 30
     assert gold.score(silent).spoken == 0
+
+
+@pytest.mark.parametrize("name", sorted(gold.succeeded()))
+def test_the_log_of_a_job_that_ended_well_has_no_cause(name: str) -> None:
+    log = gold.succeeded()[name]
+    assert cause_or_exception(log) is None
+    # So it is with each part that a reader may paste.
+    lines = log.split("\n")
+    assert not any(cause_or_exception("\n".join(lines[:end])) for end in range(1, len(lines), 5))
+    assert not any(cause_or_exception("\n".join(lines[begin:])) for begin in range(1, len(lines), 5))
 
 
 def test_every_rule_has_two_cases_a_cause_and_a_next_step() -> None:

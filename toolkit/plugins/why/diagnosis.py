@@ -27,6 +27,22 @@ _PROGRESS = re.compile(
     r"|(?i:\b(?:step|iter|iteration|epoch|batch|update|num_updates)\b[^a-z\n]{0,8}\d"
     r"[^\n]{0,200}?\b(?:\w+[_/])?(?:loss|ppl)\b)"
 )
+#: What programs print that end well, too: what torch, TensorFlow and loggers say below the level of an error, and
+#: exceptions that Python ignores.
+_IN_PASSING = re.compile(
+    r"(?m)^(?:[^\n]*[\[\]])?[IWD]\d{4} (?![^\n]*(?:death|closing) signal)[^\n]*"
+    r"|^[^\n]{0,40}: [IWE] (?:tensorflow|external)/[^\n]*"
+    r"|^(?![^\n]*NCCL )[^\n]{0,80}\bINFO\b[^\n]*"
+    r"|^Exception ignored [^\n]*(?:\nTraceback [^\n]*(?:\n[ \t][^\n]*)*\n[^\n]*)?"
+    r"|^Traceback [^\n]*\n[^\n]*/resource_tracker\.py[^\n]*(?:\n[ \t][^\n]*)*\n[^\n]*"
+)
+#: Warnings of Python's.
+_WARNINGS = re.compile(r"(?m)^[^\n]*Warning: [^\n]*")
+#: Lines after which a program may go on: warnings, and what a shell reports of a command, and Slurm of a folder or of a
+#: step that waits.
+_WARNED = re.compile(
+    rf"{_WARNINGS.pattern}|^[^\n]*(?:\bWARNING\b|: command not found|disabled, retrying|going to /tmp|TMPDIR)[^\n]*"
+)
 
 
 @dataclass(frozen=True)
@@ -68,12 +84,12 @@ def cause_of_text(text: str) -> Diagnosis | None:
     # An error before this position cannot have ended the job: it went on for several steps.
     steps = [match.start() for match in _PROGRESS.finditer(plain)]
     start = steps[-STEPS_AFTER] if len(steps) >= STEPS_AFTER else 0
-    # For each rule the first line that fits.
-    hits: list[tuple[Tier, int, Rule]] = []
-    for each in all_rules():
-        places = [match.start() for pattern in each.lines if (match := pattern.search(plain, start))]
-        if places:
-            hits.append((each.tier, min(places), each))
+    told = _IN_PASSING.sub(_blank, plain)
+    sure = _WARNED.sub(_blank, told)
+    # What was warned of counts where something failed after all, or where nothing follows it.
+    if not (hits := _hits(sure, start)) and "Traceback (most recent call last):" not in sure:
+        told, start = _WARNINGS.sub(_blank, told), max(start, len(sure.rstrip()))
+    hits = _hits(told, start)
     best = min(hits, key=lambda hit: hit[:2], default=None)
     if best is None:
         return None
@@ -89,6 +105,21 @@ def cause_of_text(text: str) -> Diagnosis | None:
     rank = label and next(filter(None, label.groups()), None)
     of_host = host and next(filter(None, host.groups()))
     return diagnosis_by(found, line, int(rank) if rank else None, of_host, _frame(plain, at))
+
+
+def _hits(text: str, start: int) -> list[tuple[Tier, int, Rule]]:
+    """Return for each rule that fits the first place from ``start`` on."""
+    hits: list[tuple[Tier, int, Rule]] = []
+    for each in all_rules():
+        places = [match.start() for pattern in each.lines if (match := pattern.search(text, start))]
+        if places:
+            hits.append((each.tier, min(places), each))
+    return hits
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return blanks for what is to be read over. All else keeps its position."""
+    return re.sub("[^\n]", " ", match[0])
 
 
 def cause_or_exception(text: str) -> Diagnosis | None:
