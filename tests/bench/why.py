@@ -32,6 +32,7 @@ SUBJECTS = {
     "peer": "Other ranks",
     "py": "Python and torch",
     "run": "The run",
+    "shell": "The batch script",
     "signal": "Signals",
     "slurm": "Slurm",
 }

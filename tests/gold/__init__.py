@@ -11,7 +11,7 @@ both. Three earlier parts were held out, and became ``seen`` when their misses w
 (93.8 %).
 
 The files in ``why/succeeded`` are whole logs of jobs that ended well: torchrun, Lightning, transformers, accelerate and
-DeepSpeed on CPUs with gloo, on one machine and, under srun, on two nodes. They are what the programs have written; paths
+DeepSpeed on CPUs with gloo, on one machine and, under srun, on two nodes. They are what the programs wrote; paths
 and the user's name are changed, and of lines that repeat some are left out. In ``torchrun_second_node`` the first node
 ended some seconds earlier.
 """

@@ -41,7 +41,8 @@ _WARNINGS = re.compile(r"(?m)^[^\n]*Warning: [^\n]*")
 #: Lines after which a program may go on: warnings, and what a shell reports of a command, and Slurm of a folder or of a
 #: step that waits.
 _WARNED = re.compile(
-    rf"{_WARNINGS.pattern}|^[^\n]*(?:\bWARNING\b|: command not found|disabled, retrying|going to /tmp|TMPDIR)[^\n]*"
+    rf"{_WARNINGS.pattern}"
+    r"|^[^\n]*(?:\bWARNING\b|: (?:command )?not found|disabled, retrying|going to /tmp|TMPDIR)[^\n]*"
 )
 
 
