@@ -7,6 +7,7 @@ There is one file for each group of causes. A table's name is the rule's id with
     lines = ['Got async event : port error']
     cause = "An InfiniBand port went down."
     next = "Have the port looked at."
+    recurs = "always"                     # no restart helps; "on_node": unless the node alone is at fault
 
 ``lines`` are regular expressions. A rule fits a log if any of them is found in it; ``^`` is the start of a
 line, behind the labels that launchers put before it.
@@ -40,6 +41,7 @@ class Rule:
     lines: tuple[re.Pattern[str], ...]
     cause: str
     next: str
+    recurs: str | None = None  #: ``always``, ``on_node``, or None where a restart may help
 
 
 @cache
@@ -53,6 +55,7 @@ def all_rules() -> tuple[Rule, ...]:
             tuple(re.compile(line, re.MULTILINE) for line in fields["lines"]),
             fields["cause"],
             fields["next"],
+            fields.get("recurs"),
         )
         for file in files
         for name, fields in tomllib.loads(file.read_text(encoding="utf-8")).items()

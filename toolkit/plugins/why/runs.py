@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.base import fsio
+from toolkit.base.log_text import tail_of_file
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.why.cause import last_lines
 from toolkit.plugins.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, cause_or_exception, diagnosis_by
 from toolkit.plugins.why.rules import Tier, rule
 from toolkit.run.attempt.error_files import read_error_files
@@ -24,6 +26,8 @@ from toolkit.run.attempt.facts import Cause, RankFailure
 MOST_OTHERS = 8
 #: The number of a job's own logs that are read where the ranks have reported nothing.
 MOST_JOB_LOGS = 4
+#: The number of last lines of a log that say why a rank without an exception has ended.
+END_LINES = 12
 
 #: Causes that the record of an attempt names, whatever the ranks reported.
 _CERTAIN: Mapping[str, str] = {
@@ -77,6 +81,20 @@ def _by_disk(run: RunDir) -> Diagnosis | None:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
     return None
+
+
+def recurs(run: RunDir, attempt: int, failure: RankFailure) -> str | None:
+    """Return whether the error of a rank would come again: ``always``, ``on_node``, or None if that is not known.
+
+    ``on_node``: wherever the node has the same environment and files. What a rank has caught or printed long before its
+    end does not count.
+    """
+    text = failure.how
+    if failure.rank is not None and not failure.traceback:
+        with contextlib.suppress(OSError):
+            text = "\n".join(last_lines(tail_of_file(run.rank_log(attempt, failure.rank)), END_LINES))
+    found = cause_of_text(text)
+    return None if found is None else rule(found.rule).recurs
 
 
 def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagnosis | None:

@@ -75,7 +75,9 @@ _UNREACHED = re.compile(
 )
 _USAGE = re.compile(r"(?im)^usage: ")
 #: Lines that say nothing about the end: warnings, rules, sources under a warning, and what loggers print at any end.
-_NOISE = re.compile(r"\s|wandb: |\[?[WEIF]\d{4} |.*(?i:warn)|Exception ignored ")
+_NOISE = re.compile(
+    r"\s|wandb: |\[?[WEIF]\d{4} |.*(?i:warn)|Exception ignored |Set the environment variable HYDRA|See http"
+)
 #: A progress bar of tqdm's, as far as its end: ``40%|####  | 2/5 [00:01<00:02,  1.9it/s]``.
 _BAR = re.compile(r".*\[\d+:\d\d(?:<|, )[^\]\n]*\]")
 _WORDS = re.compile(r"[^\W\d_]")

@@ -386,6 +386,14 @@ _VARIES = re.compile(r"0x[0-9a-f]+|\bpid \d+")
 SHORT_S = 300.0
 
 
+def has_worked(facts: Facts) -> bool:
+    """True if the run has made a step, or as a script has worked for a while, in this attempt or an earlier one."""
+    attempts = [*facts.history, facts.as_past()]
+    if facts.is_foreign:
+        return any(past.gained_s + past.lost_s >= SHORT_S for past in attempts)
+    return facts.step_saved is not None or any((past.step_end or 0) > (past.step_start or 0) for past in attempts)
+
+
 def came_again(facts: Facts, first: RankFailure) -> bool:
     """True if the attempt before ended with the same exception at the same line, and no step was made between.
 

@@ -20,7 +20,7 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.attempt.verdict import has_completed, judge, unfit_nodes
+from toolkit.run.attempt.verdict import has_completed, has_worked, judge, unfit_nodes
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
@@ -56,6 +56,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     outages.persist(lambda: add_error_files(context, attempt), context.run.path, "read")
     excuse_nodes(attempt)
     note_lack_of_torch(context, attempt)
+    note_recurring(context, attempt)
     job, nodes = context.job, context.nodes
     # A completed run needs no answer from Slurm. A cancelled one counts as cancelled, whatever Slurm says.
     fate = JobFate.ABSENT
@@ -135,6 +136,29 @@ def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
             else failure
             for failure in attempt.failures
         )
+
+
+def note_recurring(context: Context, attempt: Attempt) -> None:
+    """Note the errors of a run that has never worked for which no restart helps, by what the hook ``recurs`` says.
+
+    What a node may lack counts where rank 0 lacks it, and so does another node if there are several.
+    """
+    if has_worked(_facts(context, attempt, JobFate.ABSENT)):
+        return
+    kinds: dict[str, str | None] = {}
+    recurring: dict[str, list[RankFailure]] = {"always": [], "on_node": []}
+    for failure in attempt.failures:
+        is_of_device = failure.blames_node and failure.traceback
+        if failure.by_signal or failure.is_consequence or failure.at_launch or is_of_device:
+            continue
+        if failure.how not in kinds:
+            kinds[failure.how] = registry.call("recurs", context.run, attempt.number, failure)
+        recurring.get(kinds[failure.how] or "", []).append(failure)
+    on_nodes = {failure.host for failure in recurring["on_node"]}
+    is_common = len(on_nodes) >= min(2, len(context.allocation.hosts))
+    is_common &= any(failure.rank == 0 for failure in recurring["on_node"])
+    lasting = recurring["always"] + (recurring["on_node"] if is_common else [])
+    attempt.explain(replace(f, comes_again=True, blames_node=False) if f in lasting else f for f in attempt.failures)
 
 
 def _facts(context: Context, attempt: Attempt, fate: JobFate) -> Facts:
