@@ -285,6 +285,24 @@ def _spec(parts: list[str], project: Path) -> ModuleSpec | None:
     return spec
 
 
+def missing_imports(source: PythonSource, project: Path) -> Iterator[str]:
+    """Yield the imports at a file's top level that this Python would not find, each with its line. Imports nothing.
+
+    A file that changes ``sys.path`` has none. Nor are those found that the file tries, or makes under a condition.
+    """
+    if any(source.full_name(node) == "sys.path" for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)):
+        return
+    for node in source.tree.body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for name in dict.fromkeys(name.partition(".")[0] for name in names):
+            is_there = any(_spec([name], folder) for folder in (source.path.parent, project))
+            if name not in sys.stdlib_module_names and not is_there:
+                yield f"{source.place(node)}: {sys.executable} finds no module {name!r}, and would end there"
+
+
 def _declared_models(tree: ast.Module) -> list[str] | None:
     """Return the models that a job declares by its literal ``MODELS = (...)``. None without one.
 

@@ -276,3 +276,52 @@ def test_a_job_has_the_keys_of_the_file_whose_class_it_derives_from(
     # On a rank, by the classes.
     params = params_of(job_class(load("lib.mine", tmp_path)), config)
     assert (vars(params), type(params).__module__) == ({key: 5}, "lib.mine" if job is OWN else "lib.base")
+
+
+MISSING = """\
+import os, nothere.layers
+import time
+from torch import nn
+from helper import x
+from . import beside
+try:
+    import apexx
+except ImportError:
+    pass
+def later():
+    import elsewhere
+"""
+
+
+def warnings_of(config: JobConfig, project: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        check_submittable(config, "local", project)
+    return [record.getMessage() for record in caplog.records if "finds no module" in record.getMessage()]
+
+
+def test_a_top_level_import_that_cannot_be_found_is_said_at_submission(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "helper.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "train.py").write_text(MISSING)
+    foreign = JobConfig(job=FOREIGN_JOB, argv=[sys.executable, str(tmp_path / "train.py"), "--lr", "1"])
+    (warning,) = warnings_of(foreign, tmp_path, caplog)
+    assert warning.startswith(f"{tmp_path}/train.py, line 1: {sys.executable} finds no module 'nothere'")
+    assert warnings_of(foreign, tmp_path, caplog) == []  # once while the file stays the same
+    (tmp_path / "loop.py").write_text(f"{MISSING}import toolkit\nwith toolkit.start() as run:\n    pass\n")
+    assert len(warnings_of(JobConfig(job="loop.py"), tmp_path, caplog)) == 1
+
+
+@pytest.mark.parametrize("setup", [[], ["module load apex"]])
+def test_nothing_is_said_where_another_python_or_path_may_run_it(
+    setup: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "train.py").write_text(MISSING if setup else f"import sys\nsys.path.insert(0, 'lib')\n{MISSING}")
+    argv = [sys.executable, str(tmp_path / "train.py")]
+    config = JobConfig(job=FOREIGN_JOB, argv=argv)
+    config.cluster.setup = setup
+    assert warnings_of(config, tmp_path, caplog) == []
+    config.argv = ["/usr/bin/env", *argv]
+    config.cluster.setup = []
+    assert warnings_of(config, tmp_path, caplog) == []

@@ -6,8 +6,11 @@ the same in every folder.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 from toolkit import config as configs
@@ -15,9 +18,12 @@ from toolkit import registry
 from toolkit.base import fsio, logs, staged, torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, is_one_line
+from toolkit.config.job_module import missing_imports
+from toolkit.config.source import PythonSource, read_source
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start import python_command
 from toolkit.run.prepare import snapshot
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
@@ -108,6 +114,9 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
     if config.job == configs.FOREIGN_JOB:  # a foreign script is not copied: it runs where it lies
         if executor == "debug":
             raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
+        python = python_command.parse(config.argv, os.environ.get("PATH"))
+        if python is not None and not python.is_module:
+            _warn_of_imports(config, project / python.target, project)
         return
     source = configs.job_source(config.job, project)  # may be a link, which is copied with the package that it leads to
     if within(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:
@@ -116,6 +125,20 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             "call this in the folder of the job's project"
         )
     registry.call("check_source", source)
+    _warn_of_imports(config, source, project)
+
+
+def _warn_of_imports(config: JobConfig, path: Path, project: Path) -> None:
+    """Log what the file imports and is not there, where this Python is the one that runs it."""
+    if config.cluster.container is None and not config.cluster.setup:
+        with contextlib.suppress(ConfigError):  # the script itself says what is wrong with it
+            _warn_once(read_source(path), project)
+
+
+@lru_cache(maxsize=16)  # a sweep has one file and many configs
+def _warn_once(source: PythonSource, project: Path) -> None:
+    for warning in missing_imports(source, project):
+        log.warning("%s", warning)
 
 
 #: Not in the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
