@@ -15,7 +15,7 @@ from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_rollback import spoilt
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
-from toolkit.base.errors import ConfigError
+from toolkit.base.errors import NotFiniteError
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import StrategyConfig, TrainConfig
@@ -49,7 +49,7 @@ def run(
         try:
             here = replace(session, attempt=attempt)
             return trainer.train(here, run_dir, config, model or trainer.plain_model, name=StrategyConfig(name))[0]
-        except ConfigError as error:
+        except NotFiniteError as error:
             return str(error)
 
 
@@ -88,9 +88,9 @@ def test_a_second_mean_that_is_not_finite_ends_with_step_samples_and_layer(told:
     first = ", ".join(map(str, samples[:8]))
     for rank in ranks:
         assert rank["stop"].startswith(
-            f"train.on_nan: the loss is not finite since step 5 (samples {first} and 12 more); with the weights of the "
-            "checkpoint of step 4 the first output for these samples that is not finite is that of layer 0 "
-            "(Flatten). Look at"
+            f"train.on_nan: the loss is not finite since step 5 on rank 1 (samples {first} and 12 more); with the "
+            "weights of the checkpoint of step 4 the first output for these samples that is not finite is that of layer "
+            "0 (Flatten). Look at"
         )
     assert saved(folder / "stop") == {4: True}
     assert list(logged(folder / "stop", "train/lr")) == [2, 4, 6]
@@ -106,7 +106,7 @@ def test_of_a_training_that_diverged_no_layer_is_blamed(told: Any) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_strategy_ends_such_an_attempt_everywhere_and_keeps_a_good_checkpoint(told: Any, name: str) -> None:
     for rank in told[1]:
-        assert rank[name].startswith("train.on_nan: the loss is not finite since step 5 (samples")
+        assert rank[name].startswith("train.on_nan: the loss is not finite since step 5 on rank 1 (samples")
         assert ("that is not finite is that of layer 0 (Flatten)." in rank[name]) == (name == "fsdp")
     assert saved(told[0] / name) == {4: True}
 

@@ -34,7 +34,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecal
 
 from tests.dist.ranks import in_run, run_ranks
 from toolkit.base import torch_version
-from toolkit.base.errors import ConfigError, UnsavableStateError
+from toolkit.base.errors import ConfigError, NotFiniteError, UnsavableStateError
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
@@ -535,7 +535,7 @@ def diverge(session: Session, folder: Path, on_nan: str) -> tuple[str, int | Non
             optimizer.step()
             run.log(loss=loss)
         run.finish()
-    except ConfigError as error:
+    except NotFiniteError as error:
         said = str(error)
     run.close()
     return said, newest_step(folder / "checkpoints")
@@ -543,7 +543,7 @@ def diverge(session: Session, folder: Path, on_nan: str) -> tuple[str, int | Non
 
 def test_weights_that_are_not_finite_are_not_saved_and_end_the_attempt(tmp_path: Path) -> None:
     ((said, newest), _) = run_ranks(2, diverge, tmp_path / "stop", "stop")
-    assert said.startswith("train.on_nan: the loss is not finite since some steps before step 9; look at")
+    assert said.startswith("train.on_nan: the loss is not finite, since a step after step 3; look at")
     assert newest == 4
     assert run_ranks(2, diverge, tmp_path / "warn", "warn")[0] == ("trained", 12)
 

@@ -141,6 +141,10 @@ class JobCodeError(JobFailedError):
     comes_again = True
 
 
+class NotFiniteError(JobCodeError):
+    """The loss or the weights are no finite numbers any more. The same steps would follow again."""
+
+
 class StoppedError(ToolkitError):
     """All ranks stopped at the same step as agreed. Their state is committed, and the run is to be continued."""
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -37,6 +38,8 @@ from toolkit.ranks import nested
 from toolkit.ranks.batch import BadSample, Batch
 
 NO_SAMPLE = -1
+#: A worker whose connection is closed has ended within this time.
+END_S = 2.0
 #: Number of batches that each worker is ahead; the loader relies on it, see ``Loader.ahead``.
 PREFETCH = 2
 #: What glibc keeps of freed memory, by its numbers of M_TRIM_THRESHOLD and M_MMAP_THRESHOLD. It gives that of a batch
@@ -306,7 +309,14 @@ class WorkerSource:
         try:
             batch: Batch | JobFailedError = next(self._batches)
         except RuntimeError as error:
-            raise self._death(step, f": {error}") from error
+            raise self._death(step, f": {error}") from None
+        except (ConnectionError, EOFError):  # it died just after it had sent a batch, which is in its memory
+            deadline = time.monotonic() + END_S  # its sockets are closed before it has ended
+            while len(self._alive()) == len(self._pids):
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+            raise self._death(step, "") from None
         return batch
 
     def _alive(self) -> list[int]:

@@ -99,6 +99,7 @@ class LogWindow:
         self._counts: dict[str, int] = {}
         self.latest: dict[str, Tensor | float] = {}  #: the last value of each tag; emptied by who reads it
         self._restored: Tensor | None = None
+        self.taken: Mapping[str, Tensor | float] = {}  #: this rank's sums of the last :meth:`take`
 
     def add(self, tag: str, value: Tensor | float) -> None:
         """Add a value of one step. A tensor on a GPU is not read. Raises JobCodeError for what is no single number."""
@@ -123,7 +124,7 @@ class LogWindow:
             self._agree()
             total = self._total()
         sums, counts = total[:-1].view(2, -1).tolist()
-        self._sums, self._counts, self._restored = {}, {}, None
+        self.taken, self._sums, self._counts, self._restored = self._sums, {}, {}, None
         # Ranks may log different tags, so each mean is over the values that there were.
         return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
 

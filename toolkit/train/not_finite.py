@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from toolkit.base import fsio, logs
-from toolkit.base.errors import ConfigError, listing
+from toolkit.base.errors import NotFiniteError, listing
 from toolkit.config import TrainConfig, choose
 from toolkit.data.loader import Batches
 from toolkit.files import records
 from toolkit.files.records import COUNT, Record
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity
+from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import InRounds, Strategy
@@ -63,20 +64,25 @@ class NotFinite:
         self.weights_were_finite = True  #: when a save was asked for last
         self._row = 0  #: means in a row that are not finite
         self._since: int | None = None  #: the first step of that row
+        self._session = session
+        self._ranks = ""  #: those whose loss that was, as words
 
     def judge(self, step: int, loss: float, losses: list[Tensor]) -> None:
         """Check ``loss``, the mean of the steps before ``step``.
 
         ``losses`` are the sums of this rank's parts after each of these steps. With ``train.on_nan: stop``, raises
-        ConfigError at the second mean in a row that is not finite.
+        NotFiniteError at the second mean in a row that is not finite.
         """
         if math.isfinite(loss):
             self._row, self._since = 0, None
             return
         self._row, self.count = self._row + 1, self.count + 1
         if self._row == 1:
-            self._since = self._first(step, losses)
-            log.warning("the loss is %s since step %d (samples %s)", loss, self._since, self._samples(self._since))
+            first = self._first(losses)
+            self._since = step - len(losses) + first
+            self._ranks = on_ranks(all(map(math.isfinite, losses[first : first + 1])), self._session.device)
+            samples = self._samples(self._since)
+            log.warning("the loss is %s since step %d%s (samples %s)", loss, self._since, self._ranks, samples)
         elif self.stops:
             self.refuse(step)
 
@@ -92,7 +98,7 @@ class NotFinite:
     def may_save(self, step: int, *, is_last: bool) -> bool:
         """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``.
 
-        A collective and a host sync. Raises ConfigError after the last step, which must be saved.
+        A collective and a host sync. Raises NotFiniteError after the last step, which must be saved.
         """
         self.weights_were_finite = weights_are_finite(self._strategy)
         if self.weights_were_finite or not self.stops:
@@ -103,20 +109,20 @@ class NotFinite:
         return False
 
     def refuse(self, step: int) -> NoReturn:
-        """Raise ConfigError after ``step`` steps. All ranks call it: to find the layer they load a checkpoint."""
+        """Raise NotFiniteError after ``step`` steps. All ranks call it: to find the layer they load a checkpoint."""
         what = "the weights are not finite after the last step"
         if self._since is not None:
-            what = f"the loss is not finite since step {self._since} (samples {self._samples(self._since)})"
-        raise ConfigError(
+            samples = self._samples(self._since)
+            what = f"the loss is not finite since step {self._since}{self._ranks} (samples {samples})"
+        raise NotFiniteError(
             f"train.on_nan: {what}; {self._cause(step)}. Look at these samples and at optim.lr, optim.warmup_steps and "
             "train.clip_norm, or set train.skip_bad_steps: true, then resume; train.on_nan: warn trains on"
         )
 
-    def _first(self, step: int, losses: list[Tensor]) -> int:
-        """Return the first step whose loss was not finite; a collective."""
+    def _first(self, losses: list[Tensor]) -> int:
+        """Return the index of the first loss that was not finite; a collective."""
         totals = self._strategy.sum({str(index): loss for index, loss in enumerate(losses)})
-        first = next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
-        return step - len(losses) + first
+        return next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
 
     def _samples(self, step: int) -> str:
         return listing(list(map(str, self._loader.global_samples(step))), 8)
@@ -146,6 +152,13 @@ class NotFinite:
         if layer is None:
             return f"with {weights} all layers give finite values for these samples: the training has diverged since"
         return f"with {weights} the first output for these samples that is not finite is that of {layer}"
+
+
+def on_ranks(is_finite: bool, device: torch.device) -> str:
+    """Return `` on rank 2`` for the ranks where it is not, as the end of a phrase; a collective."""
+    rows = gather_rows(torch.tensor([is_finite], dtype=torch.uint8, device=device)).flatten().tolist()
+    ranks = [str(rank) for rank, fine in enumerate(rows) if not fine]
+    return f" on rank{'s' if len(ranks) > 1 else ''} {listing(ranks, 8)}" if 0 < len(ranks) < len(rows) else ""
 
 
 class Weighed(Protocol):
@@ -228,7 +241,7 @@ class SkippedSteps:
         self._count += len(left_out)
         self._list([(step, why) for step, why in left_out if step not in self._listed])
         if self._after is None and len(self._streak) >= ENDLESS:
-            raise ConfigError(f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; {_ENDLESS}")
+            raise NotFiniteError(f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; {_ENDLESS}")
         return len(left_out)
 
     @property
@@ -249,12 +262,12 @@ class SkippedSteps:
     def rolled_back(self, step: int, to: int | None) -> None:
         """Note that after ``step`` steps the weights are those of the checkpoint ``to`` again.
 
-        Raises ConfigError if there was no checkpoint, or none made since the last rollback: it would happen again and
-        again.
+        Raises NotFiniteError if there was no checkpoint, or none made since the last rollback: it would happen again
+        and again.
         """
         again = to is not None and self._rolled_back_at is not None and to <= self._rolled_back_at
         if to is None or again:
-            raise ConfigError(f"train.rollback_after: {self._describe_row(step)}; {_TWICE if again else _NONE}")
+            raise NotFiniteError(f"train.rollback_after: {self._describe_row(step)}; {_TWICE if again else _NONE}")
         log.warning("%s: back to the weights of step %d; the data go on", self._describe_row(step), to)
         self._rollbacks, self._rolled_back_at = self._rollbacks + 1, step
         self._streak, self._waits = [], True

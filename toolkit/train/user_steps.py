@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.base import logs
-from toolkit.base.errors import ConfigError, StoppedError
+from toolkit.base.errors import ConfigError, NotFiniteError, StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, schema
 from toolkit.hang import activity
@@ -24,7 +24,7 @@ from toolkit.train.describe import config_hparams, swept_hparams
 from toolkit.train.handed_over import Accumulation
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loss_windows import LogWindow
-from toolkit.train.not_finite import weights_are_finite
+from toolkit.train.not_finite import on_ranks, weights_are_finite
 from toolkit.train.same_calls import SameCalls
 from toolkit.train.state import trace_if_asked
 from toolkit.train.user_state import UserState
@@ -65,6 +65,7 @@ class UserSteps:
         self._calls = SameCalls(session, lambda: 2 * self.step + self._in_step)
         self._stack.callback(self._calls.close)
         self._not_finite = 0  #: mean losses in a row that were not finite
+        self._last_finite = 0  #: the step of the last one that was
         self._at = Position()
         self._epochs: int | None = None  #: the epoch at which the phase in progress ends; None outside of one
         self._phases = 0  #: calls of TrainingRun.epochs in this attempt
@@ -95,7 +96,7 @@ class UserSteps:
         loaded = self._life.resume()
         # The metrics' files are opened after the resume: they drop what was logged after its step.
         if loaded is not None:
-            self._figured = loaded.step
+            self._figured = self._last_finite = loaded.step
             self._take_position(loaded.meta)
             self._buckets.take(loaded.meta)
             self._not_finite = loaded.meta.get("not_finite", 0)  # type: ignore[assignment]  # a library keeps none
@@ -188,10 +189,14 @@ class UserSteps:
         # The second mean loss in a row that is not finite ends the run, with ``train.on_nan: stop``.
         loss = means.get("train/loss", 0.0)
         self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
-        if self._not_finite:
-            log.warning("step %d: the mean loss since it was written last is %s", self.step, loss)
-        if self._not_finite > 1 and self.config.train.on_nan == "stop":
-            raise ConfigError(f"train.on_nan: the loss is not finite since some steps before step {self.step}; {_NAN}")
+        if not self._not_finite:
+            self._last_finite = self.step
+        else:
+            where = on_ranks(math.isfinite(self._window.taken.get("train/loss", 0.0)), self._session.device)
+            what = f"the loss is not finite{where}, since a step after step {self._last_finite}"
+            log.warning("step %d: %s", self.step, what)
+            if self._not_finite > 1 and self.config.train.on_nan == "stop":
+                raise NotFiniteError(f"train.on_nan: {what}; {_NAN}")
         self._activity.phase = phase
 
     def _figures(self, life: Lifecycle) -> dict[str, float]:
@@ -206,7 +211,9 @@ class UserSteps:
         life = self._opened("run.steps")
         self._checkpoints.saver.await_save(life.step)
         if self._checkpoints.saver.newest != life.step and not life.save(must=True):
-            raise ConfigError(f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}")
+            raise NotFiniteError(
+                f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}"
+            )
 
     def close(self) -> None:
         """Close the loaders and files. Nothing is saved here, so nothing is saved after an error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.why.runs import cause_of
+from toolkit.run.attempt import advice
 
 RESET = "RuntimeError: Connection reset by peer"
 
@@ -170,3 +172,37 @@ def test_damaged_folders_are_read_as_far_as_possible(run: RunDir) -> None:
     with (run.path / "attempts.jsonl").open("a") as file:
         file.write("nonsense\n")
     assert named(run) == "py.key"
+
+
+def test_the_last_finite_losses_are_told_of_a_loss_that_is_not_finite(run: RunDir) -> None:
+    lines = [{"step": step, "train/loss": loss, "train/lr": 0.5} for step, loss in ((10, 2.0), (20, 1.5))]
+    fsio.make_dir(run.tensorboard)
+    bad = '{"step": 30, "train/loss": NaN, "train/lr": 0.5}\n'
+    (run.tensorboard / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + bad)
+    tell(run, 1, "NotFiniteError", "train.on_nan: the loss is not finite since step 25 on rank 1")
+    close(run, "crashed", "NotFiniteError: train.on_nan: the loss is not finite since step 25 on rank 1", rank=1)
+    found = cause_of(run)
+    assert found is not None
+    assert found.rule == "numeric.nan"
+    assert found.cause.endswith("The last finite losses: 2 (step 10), 1.5 (step 20), at a rate of 0.5.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "is_of_code"),
+    [
+        ("KeyError", "'labels'", True),
+        ("ValueError", "bad", True),
+        ("OSError", "[Errno 24] Too many open files", False),
+        ("JobFailedError", "a data worker died (pid 7) before the batch of step 3", False),
+    ],
+)
+def test_the_next_step_names_a_line_only_where_it_is_to_be_mended(
+    run: RunDir, kind: str, message: str, is_of_code: bool
+) -> None:
+    run.config.write_text("")
+    tell(run, 2, kind, message)
+    where = "mine.py:42 in step"
+    first = {"rank": 2, "host": "node2", "how": f"{kind}: {message}", "where": where}
+    close(run, "crashed", f"{kind}: {message}", decision="give_up", first_failure=first)
+    run.write_result(RunResult(RunState.FAILED))
+    assert (f"mend {where}" in advice.of(run)) is is_of_code

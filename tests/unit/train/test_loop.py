@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.base.errors import ConfigError
+from toolkit.base.errors import NotFiniteError
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import total_steps
+from toolkit.train import not_finite
 from toolkit.train.loss_windows import LossWindow
 from toolkit.train.not_finite import NotFinite, bad_weights
 
@@ -35,7 +36,7 @@ def test_weights_of_every_type_that_can_be_nan_are_looked_at(dtype: torch.dtype)
 
 
 def checks(**train: Any) -> NotFinite:
-    held: Any = SimpleNamespace(sum=dict, global_samples=lambda step: [step], activity=SimpleNamespace())
+    held: Any = SimpleNamespace(sum=dict, global_samples=lambda step: [step], activity=None, device="cpu")
     held.live = lambda: {"weights/a": torch.tensor([math.nan])}
     return NotFinite(TrainConfig(**train), held, held, held, lambda step, newest: None)
 
@@ -48,11 +49,12 @@ def test_a_resumed_state_of_weights_that_were_not_finite_stays_marked() -> None:
     assert after.state()["finite"] is False
 
 
-def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count() -> None:
+def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(not_finite, "on_ranks", lambda *_: "")
     before, after = checks(), checks()
     before.judge(10, math.nan, [])
     after.restore(before.state())
-    with pytest.raises(ConfigError, match="not finite since step 10"):
+    with pytest.raises(NotFiniteError, match="not finite since step 10"):
         after.judge(20, math.nan, [])
 
 

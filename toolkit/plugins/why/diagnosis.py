@@ -27,6 +27,25 @@ _PROGRESS = re.compile(
     r"|(?i:\b(?:step|iter|iteration|epoch|batch|update|num_updates)\b[^a-z\n]{0,8}\d"
     r"[^\n]{0,200}?\b(?:\w+[_/])?(?:loss|ppl)\b)"
 )
+#: Rules about the program's own lines.
+_OF_CODE = frozenset(
+    {
+        *(
+            f"py.{name}"
+            for name in ("exception", "syntax", "name_error", "attribute", "key", "index", "signature", "type")
+        ),
+        *(
+            f"py.{name}"
+            for name in ("shape_mismatch", "dtype", "device_mismatch", "inplace", "backward_twice", "no_group")
+        ),
+        *(
+            f"py.{name}"
+            for name in ("unused_parameters", "ready_twice", "static_graph", "param_mismatch", "batch_norm")
+        ),
+        *(f"py.{name}" for name in ("pickle", "recursion", "assertion")),
+        *("run.second_group", "nccl.collective_mismatch", "net.collective_mismatch"),
+    }
+)
 #: What programs print that end well, too: what torch, TensorFlow and loggers say below the level of an error, and
 #: exceptions that Python ignores.
 _IN_PASSING = re.compile(
@@ -68,6 +87,11 @@ class Diagnosis:
     def is_consequence(self) -> bool:
         """True if the process ended because another one did. The cause is in that one's log."""
         return self.tier is Tier.CONSEQUENCE
+
+    @property
+    def is_of_code(self) -> bool:
+        """True if the line at ``where`` is to be mended, and not the environment, the files or the job's request."""
+        return self.rule in _OF_CODE
 
     def to_json(self) -> dict[str, Any]:
         """Return it as an object for a JSON document."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from toolkit.base import fsio
 from toolkit.base.log_text import tail_of_file
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.files.rundir import RunDir
+from toolkit.metrics import lines
 from toolkit.plugins.why.cause import last_lines
 from toolkit.plugins.why.diagnosis import Diagnosis, cause_of_file, cause_of_text, cause_or_exception, diagnosis_by
 from toolkit.plugins.why.rules import Tier, rule
@@ -28,6 +31,8 @@ MOST_OTHERS = 8
 MOST_JOB_LOGS = 4
 #: The number of last lines of a log that say why a rank without an exception has ended.
 END_LINES = 12
+#: The rule about losses that are not finite, and the number of losses before that are shown.
+NAN, LOSSES = "numeric.nan", 3
 
 #: Causes that the record of an attempt names, whatever the ranks reported.
 _CERTAIN: Mapping[str, str] = {
@@ -53,7 +58,10 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
         return None
     attempts = what.attempts(damage)
     if attempts and attempts[-1].cause in _FAILURES:
-        return _of_attempt(what, attempts[-1], damage)
+        found = _of_attempt(what, attempts[-1], damage)
+        if found is not None and found.rule == NAN:
+            return replace(found, cause=f"{found.cause}{_last_losses(what)}")
+        return found
     if attempts and result is not None:  # stopped, say: failures before that are over
         return None
     # No failed attempt is recorded: the supervisor may have ended before it could do so.
@@ -121,6 +129,19 @@ def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagno
     return best
 
 
+def _last_losses(run: RunDir) -> str:
+    """Return the last finite mean losses of a run and its rate, as a sentence. Empty without any."""
+    losses: deque[str] = deque(maxlen=LOSSES)
+    rate = None
+    for line in lines.read(lines.path_of(run), []):
+        loss = line.values.get("train/loss", math.nan)
+        if math.isfinite(loss):
+            losses.append(f"{loss:.4g} (step {line.step})")
+            rate = line.values.get("train/lr", rate)
+    at_rate = "" if rate is None else f", at a rate of {rate:.3g}"
+    return f" The last finite losses: {', '.join(losses)}{at_rate}." if losses else ""
+
+
 def _most_telling(told: Iterable[Diagnosis]) -> Diagnosis | None:
     """Return the first diagnosis of the lowest tier; None if there are none."""
     return min(told, key=lambda diagnosis: diagnosis.tier, default=None)
@@ -132,7 +153,7 @@ def _by_ranks(run: RunDir, attempt: int, reports: Iterable[RankFailure]) -> Iter
         found = cause_or_exception(report.traceback or report.how)
         host = None if report.host == "?" else report.host
         if found is not None:
-            yield replace(found, rank=report.rank, host=host)
+            yield replace(found, rank=report.rank, host=host, where=report.where or found.where)
         if (found is None or found.tier >= Tier.BROAD) and report.rank is not None:
             yield from _by_log(run.rank_log(attempt, report.rank), report.rank, host)
 

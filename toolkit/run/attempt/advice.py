@@ -12,6 +12,7 @@ import shlex
 from dataclasses import dataclass
 
 from toolkit import config as configs
+from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
@@ -26,7 +27,7 @@ from toolkit.run.records import run_config
 #: The state of a run that has ended without a result.
 LOST = "lost"
 #: Errors about the config or the surroundings, by their class.
-_REFUSALS = ("ConfigError", "RequestError", "PlacementError", "DataMissingError", "OnePassError")
+_REFUSALS = ("ConfigError", "RequestError", "PlacementError", "DataMissingError", "OnePassError", "NotFiniteError")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     config = run_config.read(run)
     last = attempts[-1] if attempts else None
     failure = last.first_failure if last is not None and known == RunState.FAILED else None
-    is_clear = failure is not None and not may_be_chance(failure.how) and THEN_PRINTED not in failure.how
+    where = None if failure is None or may_be_chance(failure.how) or THEN_PRINTED in failure.how else failure.where
+    # The line is to be mended, unless the cause is known to be elsewhere: a limit, a file, the environment.
+    if where is not None and (cause := registry.call("cause_of_end", run)) is not None and not cause.is_of_code:
+        where = None
     return Situation(
         run.id,
         known,
@@ -111,7 +115,7 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
         mended_by="" if last is None or config is None or known != RunState.FAILED else _mended_by(run, config, last),
         refusal=failure is not None and failure.how.startswith(tuple(f"{name}:" for name in _REFUSALS)),
         bad_arguments=failure is not None and failure.how.startswith(f"{ARGUMENT_ERROR}: "),
-        where=failure.where if failure is not None and is_clear else None,
+        where=where,
     )
 
 
