@@ -89,8 +89,8 @@ def test_a_second_mean_that_is_not_finite_ends_with_step_samples_and_layer(told:
     for rank in ranks:
         assert rank["stop"].startswith(
             f"train.on_nan: the loss is not finite since step 5 on rank 1 (samples {first} and 12 more); with the "
-            "weights of the checkpoint of step 4 the first output for these samples that is not finite is that of layer "
-            "0 (Flatten). Look at"
+            "weights of the checkpoint of step 4 the first output for these samples that is not finite is that of "
+            "layer 0 (Flatten). Look at"
         )
     assert saved(folder / "stop") == {4: True}
     assert list(logged(folder / "stop", "train/lr")) == [2, 4, 6]

@@ -206,7 +206,7 @@ def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hun
     worker = stacks.stack_path(folder, 3, 1)
     wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
     assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
-    quoted = investigation._quote(folder, 3)
+    quoted = investigation._quote(folder, 3, investigation._stack_of(folder, 3))
     assert quoted.count("in main_forever") == 2
     assert "data worker 1" in quoted
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
@@ -420,3 +420,24 @@ def test_groups_may_be_merged_in_any_order_and_in_parts() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return rundir.create("test", tmp_path)
+
+
+TORCH = "/opt/env/lib/python3.11/site-packages/torch/cuda/__init__.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "is_of_node"),
+    [
+        ([], True),  # it does not answer
+        ([("train.py", "time.sleep(1000)")], False),
+        ([("train.py", "while not done: pass")], False),
+        ([("/opt/lib/python3.11/threading.py", "waiter.acquire()"), ("train.py", "event.wait()")], False),
+        ([("/opt/lib/python3.11/multiprocessing/connection.py", "buf = os.read(n)"), ("train.py", "x")], False),
+        ([("train.py", "total += loss.item()")], True),
+        ([("train.py", "data = np.load(path)")], True),
+        ([(TORCH, "torch._C._cuda_synchronize()"), ("train.py", "main()")], True),
+    ],
+)
+def test_a_hang_blames_the_node_only_where_it_may_be_at_fault(frames: list[tuple[str, str]], is_of_node: bool) -> None:
+    stack = [FrameSummary(file, 1, "f", line=line, lookup_line=False) for file, line in frames]
+    assert investigation._may_be_of_node(stack) is is_of_node

@@ -327,6 +327,8 @@ def test_the_first_failure_of_a_hang_is_the_rank_that_the_others_waited_for() ->
     assert ending.first_failure is behind
     what = "rank 13 on node07: waiting for data, 212 s; 31 others in all_reduce"
     assert ending.line == f"{what}; restart after failure 1 of 4"
+    assert ending.suspect is None  # it waits for what its program asked for
+    assert judge(Facts(137, (KILLED,), hang=replace(behind, blames_node=True))).suspect == "node07"
     assert judge(Facts(137, (KILLED,), hang=behind, history=[crashed(None)] * 4)).cause is Cause.HANG
 
 

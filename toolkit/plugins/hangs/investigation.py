@@ -8,6 +8,7 @@ stopped or whose node is gone. The stacks are read on the ranks' own nodes, see 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -210,7 +211,15 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
         log.error("the run hangs: %s", how)
         return RankFailure(None, "", how, time.time())
     first = culprits[0]
-    failure = RankFailure(first, hosts[first], how, time.time(), traceback=_quote(folder, first))
+    stack = _stack_of(folder, first)
+    failure = RankFailure(
+        first,
+        hosts[first],
+        how,
+        time.time(),
+        traceback=_quote(folder, first, stack),
+        blames_node=_may_be_of_node(stack),
+    )
     # `toolkit why` reads the failure from the rank's error file.
     with contextlib.suppress(OSError):  # a full disk; the log has the same text
         fields = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
@@ -219,11 +228,35 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
     return failure
 
 
-def _quote(folder: Path, rank: int) -> str:
-    """Return the innermost frames of the rank's processes in Python's format; empty without an answer."""
-    stack: Stack = []
+def _stack_of(folder: Path, rank: int) -> Stack:
+    """Return the stack of the rank's main thread; empty without an answer."""
     with contextlib.suppress(OSError):
-        stack = main_stack(stack_digest.stack_text(stacks.stack_path(folder, rank)) or "")
+        return main_stack(stack_digest.stack_text(stacks.stack_path(folder, rank)) or "")
+    return []
+
+
+#: Waits of Python itself for a thread, a process or a time, as the program has asked for.
+_OWN_WAITS = re.compile(
+    r"/lib/python3[\d.]*/(?:threading|queue|subprocess|selectors|asyncio/\w+|multiprocessing/\w+|concurrent/.+)\.py$"
+)
+#: Parts of a program's line that wait for a device or for a disk.
+_OF_DEVICE = re.compile(
+    r"\.(?:item|cpu|cuda|to|tolist|numpy|synchronize|wait|backward|step)\(|\b(?:open|load\w*|read\w*|print|float|int)\("
+)
+
+
+def _may_be_of_node(stack: Stack) -> bool:
+    """True if the node may be why a rank goes no further: it does not answer, or waits for a device or a disk."""
+    if not stack:
+        return True
+    innermost = stack[0]
+    if re.search(r"/(?:site|dist)-packages/", innermost.filename):
+        return True
+    return not _OWN_WAITS.search(innermost.filename) and _OF_DEVICE.search(innermost.line or "") is not None
+
+
+def _quote(folder: Path, rank: int, stack: Stack) -> str:
+    """Return the innermost frames of the rank's processes in Python's format; empty without an answer."""
     if not stack:
         return ""
     text = f"the stack of rank {rank}; all of them are in {folder / 'stack-*.txt'}\n{_format(stack)}"

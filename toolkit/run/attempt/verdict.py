@@ -143,7 +143,7 @@ def _judge_fault(facts: Facts) -> Verdict:
         line = f"{what}; given up: the attempt before ended with the same error at the same line, and no step between"
         return Verdict(Cause.CRASHED, Decision.GIVE_UP, line, first)
     # A failure that a condemned node explains is not the run's: it costs no budget.
-    suspect = _cut_off(facts) or _suspect(first, cause)
+    suspect = _cut_off(facts) or _suspect(first)
     if facts.condemned is not None and _is_first_to_blame(facts):
         line = f"{what}; node {facts.condemned} is to blame: {_kept(facts)}, on other nodes of the job"
         return Verdict(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
@@ -192,12 +192,11 @@ def _less_memory(facts: Facts, first: RankFailure | None) -> str:
     return advice if facts.is_foreign else f"{advice} (strategy.name: fsdp)"
 
 
-def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
-    """Return the node that may be to blame. Who sent a signal, or why a rank hung or a device failed, is unknown."""
+def _suspect(first: RankFailure | None) -> str | None:
+    """Return the node that may be to blame. Who sent a signal, or why a device failed or is waited for, is unknown."""
     if first is None or first.rank is None:
         return None
-    is_odd = first.by_signal or first.blames_node or first.at_launch or cause is Cause.HANG
-    return first.host if is_odd else None
+    return first.host if first.by_signal or first.blames_node or first.at_launch else None
 
 
 def _cut_off(facts: Facts) -> str | None:
