@@ -75,8 +75,9 @@ _EXCEPTION = re.compile(r"(?m)^[ \t]*(?P<how>[\w.<>]+(?:: [^\n]*)?$(?:\n[ \t]+[^
 #: The same, where lines of other processes may come between: names of classes only.
 _CLASS = re.compile(r"(?m)^(?P<how>(?:\w+\.)*[A-Z]\w*(?:: [^\n]*)?)$")
 _CHAIN = re.compile(r"\s*(?:During handling of the above exception|The above exception was the direct cause)")
-#: Before the traceback of an exception that Python ignores.
+#: Before the traceback of an exception that Python ignores, and in one of a helper of its own.
 _IGNORED = re.compile(r"Exception ignored [^\n]*\n\Z")
+_HELPER = "/multiprocessing/resource_tracker.py"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def raised(text: str) -> Iterator[Raised]:
         limit = len(text) if following is None else following.start()
         found = _EXCEPTION.match(text, end, limit) or _CLASS.search(text, end, limit)
         at = end
-        if found is None or _IGNORED.search(text, max(0, head.start() - 300), head.start()):
+        start = head.start()
+        if found is None or _HELPER in text[start:end] or _IGNORED.search(text, max(0, start - 300), start):
             begin = None
             continue
         at = found.end()

@@ -51,20 +51,21 @@ def see_through(run: Run, args: Namespace) -> int:
         return to_the_end(run, bar=args.follow)
 
 
-def to_the_end(run: Run, *, bar: bool) -> int:
+def to_the_end(run: Run, *, bar: bool, is_bound: bool = True) -> int:
     """Wait for the run's end, print how it went, and return the job's exit code.
 
-    Ctrl-C ends a run on this machine, which lives in this terminal. A Slurm job goes on without this program.
+    Ctrl-C ends a run on this machine that is bound to this terminal. Others go on without this program.
     """
     console = terminal.console()
     try:
         _watch(run, console, bar)
     except KeyboardInterrupt:
         # A Slurm job does not depend on this terminal.
-        if run.executor == "slurm":
+        if run.executor == "slurm" or not is_bound:
+            who = f"job {run.job_now}" if run.executor == "slurm" else f"run {run.id}"
             terminal.say(
-                f"\njob {run.job_now} goes on without this terminal; `toolkit status {run.id}` looks, "
-                f"`toolkit cancel {run.id}` ends it"
+                f"\n{who} goes on without this terminal; `toolkit follow {run.id}` comes back to it, "
+                f"`toolkit stop {run.id}` has it save and end"
             )
             return EXIT_STOPPED
         # The first Ctrl-C stops cleanly, a second one ends the ranks at once.
@@ -103,7 +104,8 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             lines[0] += f": {result.step} steps"
         if result.attempts > 1:
             lines[0] += f", {result.attempts} attempts"
-        lines += [f"  {told}" for told in [advice.of_restarts(run.dir, result.attempts)] if told]
+        remark = (result.why or "").removeprefix("completed").removeprefix(", ")
+        lines += [f"  {told}" for told in [remark, advice.of_restarts(run.dir, result.attempts)] if told]
         for name, value in sorted(result.metrics.items()):
             spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
             lines.append(f"  {spoken}: {_number(value)}")

@@ -27,7 +27,7 @@ from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, PluginErro
 #: The commands that come with the toolkit by what they are for, in the order of `toolkit --help`.
 GROUPS = {
     "start runs": ("submit", "exec", "new", "sweep", "shell", "supervise", "run"),
-    "look at runs": ("status", "watch", "logs", "why", "report", "compare", "tensorboard", "sync"),
+    "look at runs": ("status", "watch", "follow", "logs", "why", "report", "compare", "tensorboard", "sync"),
     "while a run trains": ("stacks", "profile", "set"),
     "end runs, and go on": ("stop", "cancel", "resume", "rm", "gc"),
     "checkpoints and models": ("checkpoint", "evaluate", "generate", "export", "resume-check"),

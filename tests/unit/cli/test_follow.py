@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.attempts import attempt
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.cli import follow
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
@@ -106,3 +106,24 @@ def test_a_failure_without_an_exception_has_no_line_of_code(tmp_path: Path, caps
     *_, advice, more = capsys.readouterr().out.splitlines()
     assert advice.startswith("  next: ")
     assert more.endswith("tells more")
+
+
+def test_what_is_odd_about_a_completed_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "completed, but the log of rank 0 ends in ValueError: x"
+    assert follow.to_the_end(ended(tmp_path, state="completed", why=why, wall_s=1.0), bar=False) == EXIT_DONE
+    assert capsys.readouterr().out.splitlines()[1] == "  but the log of rank 0 ends in ValueError: x"
+
+
+@pytest.mark.parametrize(("executor", "is_bound"), [("slurm", True), ("slurm", False), ("local", False)])
+def test_ctrl_c_leaves_a_run_alone_that_does_not_live_in_this_terminal(
+    executor: str, is_bound: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(ended(tmp_path, state="completed").dir, executor, "41")
+    monkeypatch.setattr(follow, "_watch", interrupted)
+    assert follow.to_the_end(run, bar=True, is_bound=is_bound) == EXIT_STOPPED
+    told = capsys.readouterr().out
+    assert f"`toolkit follow {run.id}` comes back to it, `toolkit stop {run.id}` has it save and end" in told
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

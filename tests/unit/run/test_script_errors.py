@@ -13,7 +13,7 @@ from toolkit.base import fsio, log_text
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.error_files import explained, read_error_files, report_of
+from toolkit.run.attempt.error_files import exception_at_end, explained, read_error_files, report_of
 from toolkit.run.attempt.facts import RankFailure, first_failure
 
 HEAD = 'Traceback (most recent call last):\n  File "/p/train.py", line 4, in load\n    raise error\n'
@@ -150,3 +150,23 @@ def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(tmp_
     run.rank_log(1, 0).write_text(f"{HEAD}KeyError: 'x'\n")
     explained(run, attempt, {})
     assert run.error_file(1, 0).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (f"hello\n{HEAD}ValueError: x\n", "the log of rank 1 ends in ValueError: x"),
+        (f"{HEAD}ValueError: x\nwent on without it\n", ""),
+        (f"Exception ignored in: <f>\n{HEAD}ValueError: x\n", ""),
+        (f"{HEAD.replace('/p/train.py', '/py/multiprocessing/resource_tracker.py')}KeyError: '/psm'\n", ""),
+        ("step 1 loss 2.0\n", ""),
+    ],
+)
+def test_an_exception_at_the_end_of_a_log_is_seen_although_the_exit_code_was_0(
+    log: str, said: str, tmp_path: Path
+) -> None:
+    run = rundir.create("script", tmp_path / "runs")
+    attempt = Attempt(1, time.time(), Allocation(("a",), (2,), 1))
+    fsio.make_dir(run.attempt_logs(1))
+    run.rank_log(1, 1).write_text(log)
+    assert exception_at_end(run, attempt, {}) == said

@@ -164,6 +164,17 @@ def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list
     return [failure if failure.rank is None else told.get(failure.rank, failure) for failure in attempt.failures]
 
 
+def exception_at_end(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> str:
+    """Return the exception with which the log of a rank that ended with 0 ends, and its rank. Empty without one."""
+    for rank in range(min(attempt.plan.world_size, MOST_LOGS)):
+        with contextlib.suppress(OSError):
+            tail = log_text.tail_of_file(run.rank_log(attempt.number, rank))
+            report = report_of(secret_values.masked_of(secrets, log_text.clean(tail)), 0)
+            if "traceback" in report and THEN_PRINTED not in str(report["message"]):
+                return f"the log of rank {rank} ends in {report['message']}"
+    return ""
+
+
 def report_of(text: str, exit_code: int | None) -> dict[str, str | bool]:
     """Return the part of an error file that a log's end tells about the end of its rank.
 

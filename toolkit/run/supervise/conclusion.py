@@ -39,12 +39,21 @@ def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
     attempt.close()
     context.journal.note_gain(attempt)
     verdict = judge_attempt(context, attempt)
+    if verdict.cause is Cause.COMPLETED and context.is_foreign:
+        verdict = replace(verdict, line=verdict.line + _remark(context, attempt))
     record(context, attempt, verdict)
     if verdict.cause is Cause.MOVED:
         care.give_back(attempt)
     # Last: a job that is being ended has only seconds.
     stacks.remove_unused(context.run.attempt_logs(attempt.number))
     return verdict
+
+
+def _remark(context: Context, attempt: Attempt) -> str:
+    """Return what is odd about the end of a script with exit code 0, as the end of a line."""
+    error = error_files.exception_at_end(context.run, attempt, context.config.secrets)
+    hint = "its exit code was 0. A pipe (`| tee`) hides that of the program: `set -o pipefail`"
+    return f", but {error}; {hint}" if error else ""
 
 
 def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
