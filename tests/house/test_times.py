@@ -32,7 +32,7 @@ def test_why_and_the_report_show_the_first_and_the_last_start(
     ):
         run.add_attempt(AttemptRecord(number, ("node1",), 1.7e9, 1.7e9 + 9, "crashed", "restart", start_up=parts))
     run.write_result(RunResult(RunState.COMPLETED, 3))
-    assert cli.main(["why", run.id]) == 0
+    assert cli.main(["why", run.id, "--all"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "start of attempt 1: 3.8 s to the end of the first step: 3.0 s in the queue, 0.5 s agent" in out
     assert "start of attempt 3: 0.3 s to the end of the first step: 0.1 s store and ranks' processes, 0.2 s" in out
@@ -52,8 +52,8 @@ def test_status_and_why_tell_where_the_time_went_while_it_runs_and_after(
     live = {"attempt": 1, "goodput": ledger, "submitted": SUBMITTED, "updated": SUBMITTED + 4320.0, "started": 0.0}
     run.write_status(RunStatus.from_json({"state": "running", "progress": {}, **live}))
     assert of_files(run) == pytest.approx(ledger, abs=1e-3)
-    for command in ("status", "why"):
-        assert cli.main([command, str(run.path)]) == EXIT_DONE
+    for command in (["status"], ["why", "--all"]):
+        assert cli.main([*command, str(run.path)]) == EXIT_DONE
         assert sentence(HOUR) in capsys.readouterr().out
     run.write_result(
         RunResult.from_json(

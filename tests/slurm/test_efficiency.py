@@ -79,7 +79,7 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     assert before_s - 2 < usage.cpu_s < after_s + 40, "beside the ranks it is the start of Python and torch"
     (site.folder / "end").touch()
     site.box.wait_job(site.job_of(run), END_S)
-    why = site.run("toolkit", "why", run.id)
+    why = site.run("toolkit", "why", run.id, "--all")
     print(why)
     result = run.result()
     assert result is not None

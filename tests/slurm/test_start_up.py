@@ -73,7 +73,7 @@ def test_the_parts_of_a_start_add_up_to_what_was_measured_outside(site: Site) ->
     assert [part for part in ("submit", "queue", "supervisor", "agents") if again[part]] == []
     told = json.loads(site.run("toolkit", "why", run.id, "--json"))["start_up"]
     assert told["1"] == dict(first)
-    assert "start of attempt 2: " in site.run("toolkit", "why", run.id)
+    assert "start of attempt 2: " in site.run("toolkit", "why", run.id, "--all")
     page = site.folder / "report.html"
     site.run("toolkit", "report", run.id, "--to", str(page))
     assert "Where the start went" in Path(page).read_text()

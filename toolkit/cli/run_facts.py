@@ -7,10 +7,9 @@ from typing import Any
 
 from toolkit import registry
 from toolkit.checkpoint.folder import newest_step
-from toolkit.cli import slow
-from toolkit.cli.notes import loss_remark
+from toolkit.cli import notes, slow
 from toolkit.cli.show import given_words, status_rows
-from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, waits_until
+from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.attempt import advice
@@ -30,7 +29,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     known = status.state if result is None else result.state
     state = row["state"] if is_over else known or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
-    waits_for = waits_until(row["after"]) or None
+    is_waiting = state in (RunState.QUEUED, RunState.REQUEUED)
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
@@ -40,13 +39,14 @@ def facts(run: RunDir) -> dict[str, Any]:
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": (result and result.why) or row["why"] or over or status.why or (last and last.line) or waits_for,
+        "why": (result and result.why) or row["why"] or over or status.why or (last and last.line),
+        "waits": [note for note in notes.of(row) if note != row["why"]] if is_waiting else [],
         "cause": last and last.cause,
         "diagnosis": found and found.to_json(),
         "first_failure": first_failure_of(run, attempts, damage),
         "given": given_words(run),
         "is_script": situation.is_script,
-        "loss": loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
+        "loss": notes.loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
         "nodes": list(status.nodes),
         "stragglers": slow.stragglers(status),
         "last_checkpoint": saved,

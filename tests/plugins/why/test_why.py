@@ -19,6 +19,7 @@ from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
+from toolkit.cli import notes
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
@@ -178,8 +179,31 @@ def test_a_run_that_never_started_says_so(
         "",
         "last checkpoint: none",
         "",
-        f"next: `toolkit status {run.id}` says how it stands",
+        "next: nothing to do; it begins when Slurm starts its job"
+        if status
+        else f"next: `toolkit status {run.id}` says how it stands",
     ]
+
+
+def test_of_a_queued_run_it_is_said_what_it_waits_for(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_status(RunStatus.from_json({"state": "queued", "progress": {}, "updated": time.time()}))
+    monkeypatch.setattr(notes, "of", lambda row: ["waits for higher jobs; Slurm expects it at 12:00"])
+    assert page(run, capsys)[1:3] == ["  not started yet", "  waits for higher jobs; Slurm expects it at 12:00"]
+
+
+@pytest.mark.parametrize("ended", ["2026-11-20T15:00:05+00:00", "2026-11-20T15:09:00+00:00"])
+def test_where_the_time_went_is_shown_of_long_completed_runs_and_if_asked_for(
+    run: RunDir, ended: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"queue": 3.0, "first_step": 0.5}
+    times = {"started": "2026-11-20T15:00:00+00:00", "ended": ended}
+    run.add_attempt(attempt(1, "completed", "finish", start_up=parts, **times))
+    run.write_result(RunResult.from_json({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"}))
+    assert any(line.startswith("start of attempt 1: ") for line in page(run, capsys)) is ("09:00" in ended)
+    assert cli.main(["why", run.id, "--all"]) == EXIT_DONE
+    assert "start of attempt 1: " in capsys.readouterr().out
 
 
 def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(

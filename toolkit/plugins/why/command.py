@@ -18,6 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("run", metavar="RUN", nargs="?")
     what.add_argument("--log", metavar="FILE", help="instead of a run: the log of any job, or - for the standard input")
+    parser.add_argument("--all", action="store_true", help="also where the time went, and what the jobs used")
     arguments.add_json(parser)
 
 
@@ -32,4 +33,4 @@ def run(args: Namespace) -> None:
         print(show.as_json(told)) if args.json else terminal.say(cause.log_page(told))
         return
     facts = run_facts.facts(rundir.find(args.run))
-    print(show.as_json(run_facts.as_data(facts))) if args.json else terminal.say(page.page(facts))
+    print(show.as_json(run_facts.as_data(facts))) if args.json else terminal.say(page.page(facts, whole=args.all))

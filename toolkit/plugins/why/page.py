@@ -20,11 +20,18 @@ from toolkit.run.records import changes
 TRACEBACK_LINES = 25
 
 
-def page(told: dict[str, Any]) -> str:
-    """Return the facts as text."""
+#: A completed run that took less time than this is shown without its accounts.
+SHORT_S = 180.0
+
+
+def page(told: dict[str, Any], *, whole: bool) -> str:
+    """Return the facts as text. Accounts of time and use only for long completed runs, unless ``whole``."""
+    attempts: Sequence[AttemptRecord] = told["attempts"]
+    is_long = sum(attempt.ended - attempt.started for attempt in attempts) >= SHORT_S
+    whole |= told["state"] == RunState.COMPLETED and is_long
     waits = "not started yet" if told["state"] in ("unknown", RunState.QUEUED) else ""
-    why = " ".join((told["why"] or waits).split())
-    lines = [f"{told['run']}: {told['state']}", *([f"  {why}"] if why else []), ""]
+    why = [told["why"] or waits, *told["waits"]]
+    lines = [f"{told['run']}: {told['state']}", *(f"  {' '.join(text.split())}" for text in why if text), ""]
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
     lines += [text for text in (told["given"], told["restarts"], told["loss"]) if text]
@@ -36,22 +43,24 @@ def page(told: dict[str, Any]) -> str:
         # None may be lost because the run is complete, or goes on: 0 would be read as if no step was made again.
         lost = told["steps_lost"]
         lines.append(f"steps lost: {lost} (reached step {reached})" if lost else f"reached step: {reached}")
-    if time_told := goodput.sentence(told["goodput"]):
+    if whole and (time_told := goodput.sentence(told["goodput"])):
         lines.append(f"time: {time_told}")
     lines += changes.lines(told["changes"])
     lines += [f"staging: {line}" for line in told["staging"]]
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
     lines += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
-    attempts: Sequence[AttemptRecord] = told["attempts"]
     # No failure above explains why a run was moved.
     lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
     lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
         lines += ["", str(Table(_attempt_rows(attempts[-12:])))]
-    starts = [f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in told["start_up"].items()]
-    lines += ["", *starts] if starts else []
-    if used := registry.call("efficiency_lines", told["efficiency"]):
+    if whole and told["start_up"]:
+        starts = told["start_up"].items()
+        lines += ["", *(f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in starts)]
+    # What it used is the answer where that was too much.
+    is_short_of = told["cause"] in (Cause.OUT_OF_MEMORY, Cause.TIMEOUT)
+    if (whole or is_short_of) and (used := registry.call("efficiency_lines", told["efficiency"])):
         lines += ["", *used]
     return "\n".join([*lines, "", f"next: {told['next']}"])
 

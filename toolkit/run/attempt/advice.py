@@ -60,6 +60,8 @@ def next_step(facts: Situation) -> str:
     if facts.state == RunState.REQUEUED:
         waits_for = f"what it waits for: `toolkit status {facts.run}`"
         return f"nothing to do; it goes on when Slurm starts the job again ({waits_for})"
+    if facts.state == RunState.QUEUED:
+        return "nothing to do; it begins when Slurm starts its job"
     if facts.state == RunState.STOPPING:
         return "nothing to do: it ends by itself"
     if facts.state in (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING):
