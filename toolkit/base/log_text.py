@@ -41,6 +41,11 @@ def tail_of_stream(file: BinaryIO) -> str:
     return tail.decode(errors="replace")
 
 
+def as_drawn(line: str) -> str:
+    """Return what a terminal shows of a line at last: what follows the last carriage return, as of a progress bar."""
+    return line.rstrip("\r\n").rpartition("\r")[2]
+
+
 def clean(text: str) -> str:
     """Return the text in lines as a terminal would show them, the long ones cut."""
     text = _ESCAPES.sub("", text).replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")

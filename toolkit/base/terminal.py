@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -134,6 +135,38 @@ def paint(parts: Iterable[tuple[str, str]]) -> None:
     for text, colour in parts:
         seen = visible(text)
         stream.write(seen if is_plain or not colour else f"\x1b[{_CODES[colour]}m{seen}\x1b[0m")
+
+
+class OneLine:
+    """The last line on stdout, which is drawn anew in place. Into a pipe it is written every ``every_s`` seconds."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._is_terminal = every_s, sys.stdout.isatty()
+        self._shown, self._at = "", time.monotonic()
+
+    def draw(self, text: str) -> None:
+        """Show ``text`` in place of what was drawn before."""
+        if text == self._shown or (not self._is_terminal and time.monotonic() < self._at + self._every_s):
+            return
+        self._shown, self._at = text, time.monotonic()
+        if self._is_terminal:  # cut, as a line that is broken cannot be drawn over
+            self._raw(f"\r\x1b[K{visible(text)[: shutil.get_terminal_size().columns - 1]}")
+        else:
+            print(text, flush=True)
+
+    def over(self, text: str) -> None:
+        """Write lines over what is drawn. Nothing is done for an empty text."""
+        if text:
+            if self._is_terminal and self._shown:
+                self._raw("\r\x1b[K")
+            self._shown = ""
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _raw(self, text: str) -> None:
+        stream = _below(sys.stdout)
+        stream.write(text)
+        stream.flush()
 
 
 def console(**options: Any) -> Console:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from toolkit import config as configs
-from toolkit.base import fsio
+from toolkit.base import fsio, terminal
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.files import rundir
@@ -249,3 +251,64 @@ def test_a_run_without_failures_says_so(run: RunDir, capsys: pytest.CaptureFixtu
 
 
 # ----------------------------------------------------------------------------------------------------------- rm and gc
+
+
+BAR = "".join(f"\r {step}%|##   | {step}/99 [00:00<00:01, 99.1it/s]" for step in range(100))
+
+
+def with_bars(run: RunDir, text: str) -> None:
+    fsio.make_dir(run.attempt_logs(1))
+    run.rank_log(1, 0).write_bytes(text.encode())
+
+
+@pytest.mark.parametrize("how", [["--tail", "3"], ["--merged", "--tail", "3"]])
+def test_of_a_progress_bar_only_what_is_seen_at_last_is_a_line(
+    how: list[str], run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_bars(run, f"begin\nloading\n{BAR}\r\nsaved\r\n{BAR}")
+    assert cli.main(["logs", run.id, *how]) == EXIT_DONE
+    seen = " 99%|##   | 99/99 [00:00<00:01, 99.1it/s]"
+    lines = [line.removeprefix("rank 0     | ") for line in capsys.readouterr().out.splitlines()]
+    assert lines == [seen, "saved", seen]
+
+
+def test_a_bar_below_another_is_no_line_of_its_own(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    inner = "".join(f"\n\r shards {step}%\x1b[A\r train {step}%" for step in range(50))
+    with_bars(run, f"begin\n{inner}\ndone\n")
+    assert cli.main(["logs", run.id]) == EXIT_DONE
+    assert capsys.readouterr().out == "begin\n train 49%\ndone\n"
+
+
+def test_a_followed_bar_is_written_every_few_seconds_into_a_pipe(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.path / "result.json").unlink()
+    with_bars(run, "begin\n")
+    steps, now = iter(range(60)), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def go_on(seconds: float) -> None:
+        """Draw the bar once a second for a minute, and end the run."""
+        now[0] += 1.0
+        step = next(steps, None)
+        with run.rank_log(1, 0).open("a", newline="") as log:
+            log.write("\nend\n" if step is None else f"\r {step}%")
+        if step is None:
+            run.write_result(RunResult(RunState.COMPLETED))
+
+    monkeypatch.setattr(time, "sleep", go_on)
+    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == ("begin", "end")
+    assert 4 <= len(lines) - 2 <= 8, lines
+
+
+def test_on_a_terminal_a_bar_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", out)
+    bar = terminal.OneLine(10.0)
+    bar.draw(" 1%")
+    bar.draw(" 2%\x1b[2J")
+    bar.over("a line\n")
+    assert out.getvalue() == "\r\x1b[K 1%\r\x1b[K 2%\\x1b[2J\r\x1b[Ka line\n"

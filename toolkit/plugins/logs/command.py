@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from typing import TYPE_CHECKING
 
+from toolkit.base import terminal
 from toolkit.base.errors import RequestError
 from toolkit.base.terminal import say
 from toolkit.files.run_files import RunState
@@ -49,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
     from toolkit.files import rundir
-    from toolkit.plugins.logs.growing_log import GrowingLog
+    from toolkit.plugins.logs.growing_log import BAR_S, GrowingLog
 
     of_all = args.merged or args.errors
     if args.supervisor and (of_all or args.rank is not None or args.attempt is not None):
@@ -70,7 +71,7 @@ def run(args: Namespace) -> None:
         return
     log = GrowingLog(of, None if args.supervisor else args.rank or 0, args.attempt)
     log.skip(args.tail)
-    idle_reads = 0
+    idle_reads, bar = 0, terminal.OneLine(BAR_S)
     while True:
         # Look for the end before the read: nothing written since is missed.
         ended = not args.follow or of.result() is not None or _is_lost(of, idle_reads)
@@ -79,14 +80,15 @@ def run(args: Namespace) -> None:
                 log = _other_log(of, log, args)
             elif not idle_reads:
                 say(f"run {of.id} is {of.status().state or RunState.QUEUED}: waiting for {log.path.name}", sys.stderr)
-        text = log.read()
-        idle_reads = 0 if text else idle_reads + 1
-        is_last = ended and not text
-        sys.stdout.write(text if not is_last else log.end())
-        sys.stdout.flush()
-        if is_last:
+        at, text = log.position, log.read()
+        is_idle = log.position == at and not text
+        idle_reads = idle_reads + 1 if is_idle else 0
+        bar.over(text)
+        if ended and is_idle:
+            bar.over(log.end())
             return
-        if not text:
+        if args.follow and not text:
+            bar.draw(log.drawn)
             time.sleep(EVERY_S)
 
 

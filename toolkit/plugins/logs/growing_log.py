@@ -1,16 +1,22 @@
-"""A log that grows while it is read."""
+"""A log that grows while it is read. Its lines are shown as a terminal shows them at last."""
 
 from __future__ import annotations
 
 import codecs
 import io
+import re
 from pathlib import Path
 
 from toolkit.base import reading
+from toolkit.base.log_text import as_drawn
 from toolkit.files.rundir import RunDir
 
 #: A log is read in such pieces, so that one of many GiB needs no memory.
 READ_BYTES = 1 << 20
+#: A progress bar is written so often where it cannot be drawn in place.
+BAR_S = 10.0
+#: A line below, after which the cursor goes back up: a bar below another one.
+_BELOW = re.compile(r"\n([^\n]*?)\x1b\[A")
 
 
 class GrowingLog:
@@ -23,8 +29,14 @@ class GrowingLog:
 
     def _begin(self, at: int = 0) -> None:
         self._at = at
+        self._rest = ""  #: a line that is not ended yet
         # While a log grows, the last character may be half written: the decoder keeps its bytes for the next read.
-        self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def position(self) -> tuple[Path, int]:
+        """Return how far the log is read."""
+        return self.path, self._at
 
     @property
     def path(self) -> Path:
@@ -54,21 +66,33 @@ class GrowingLog:
         self._begin(0 if lines else at)
 
     def read(self) -> str:
-        """Return the next piece, and what the half character at the end of an attempt's log stands for.
+        """Return the next lines. Empty where none has ended since, or there is no log yet.
 
-        Empty where nothing new is there, or no log yet.
+        The last line of an attempt's log ends with it.
         """
         data = self._read()
-        rest = ""
+        ended = ""
         if not data and self._moves_on and (newest := self._newest()) > self._attempt:
-            rest, self._attempt = self.end(), newest
+            ended, self._attempt = self.end(), newest
+            ended += "\n" if ended else ""
             self._begin()
             data = self._read()
-        return rest + self._decoder.decode(data)
+        text = self._rest + self._decoder.decode(data)
+        while (above := _BELOW.sub("\r\\1\r", text)) != text:
+            text = above
+        lines, newline, rest = text.rpartition("\n")
+        # Of a bar that is drawn for hours only what is seen of it is kept.
+        self._rest = rest if len(rest) < READ_BYTES else as_drawn(rest)
+        return ended + "".join(f"{as_drawn(line)}\n" for line in lines.split("\n") if newline)
+
+    @property
+    def drawn(self) -> str:
+        """Return what is seen of a line that is not ended yet, such as a progress bar."""
+        return as_drawn(self._rest)
 
     def end(self) -> str:
-        """Return what is left of the last character."""
-        return str(self._decoder.decode(b"", final=True))
+        """Return the last line, where nothing has ended it."""
+        return as_drawn(self._rest + self._decoder.decode(b"", final=True))
 
     def _read(self) -> bytes:
         try:

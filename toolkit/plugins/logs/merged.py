@@ -12,6 +12,7 @@ from pathlib import Path
 
 from toolkit.base import reading
 from toolkit.base.errors import RequestError
+from toolkit.base.log_text import as_drawn
 from toolkit.base.open_files import claim_all
 from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.error_files import read_error_files
@@ -61,8 +62,10 @@ def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]
     try:
         with reading.open_text(path) as file:
             while line := file.readline(_MOST_CHARS):
+        with path.open(errors="replace", newline="\n") as file:
+            for line in map(as_drawn, file):
                 at = _time_of(line, at)
-                yield at, head + line.rstrip("\n") + "\n"
+                yield at, f"{head}{line}\n"
     except FileNotFoundError:
         return
 
@@ -102,6 +105,8 @@ def errors(run: RunDir, attempt: int) -> Iterator[str]:
         if first.rank is not None and (log := run.rank_log(attempt, first.rank)).exists():
             with reading.open_text(log) as file:
                 yield from (f"  {line.rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
+            with log.open(errors="replace", newline="\n") as file:
+                yield from (f"  {as_drawn(line).rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
     for report in reports:
         order = "first" if report.rank == first.rank else "later"
         yield f"rank {report.rank} on {report.host} failed {order}: {report.how}\n"

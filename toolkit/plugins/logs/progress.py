@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit.base.durations import as_clock
-from toolkit.base.terminal import visible
+from toolkit.base.terminal import OneLine, visible
 from toolkit.files.run_files import RunProgress, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.logs.growing_log import GrowingLog
+from toolkit.plugins.logs.growing_log import BAR_S, GrowingLog
 from toolkit.run.records import run_config
 from toolkit.run.submission.handle import Run
 
@@ -33,9 +33,10 @@ def follow(run: Run, console: Console) -> None:
     output = _Output(run.dir)
     # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
     if not console.is_terminal:
-        last = ""
+        last, bar = "", OneLine(BAR_S)
         for status in run.statuses():
             output.show(print)  # first what was printed before the state changed
+            bar.draw(output.bar)
             line = describe(status)
             if line != last:
                 print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
@@ -47,8 +48,8 @@ def follow(run: Run, console: Console) -> None:
         show, begun = partial(progress.console.out, highlight=False), time.monotonic()
         told = len(run.dir.attempts([]))
         for status in run.statuses():
-            _update(progress, task, status, time.monotonic() - begun)
             output.show(show)
+            _update(progress, task, status, time.monotonic() - begun, output.bar)
             # The bar is gone at the end: why the run was started again is to stay.
             if status.state in (RunState.REQUEUED, RunState.RESTARTING) or (status.attempt or 1) > told + 1:
                 ended = run.dir.attempts([])[told:]
@@ -69,19 +70,25 @@ class _Output:
         self._log = GrowingLog(run, 0)
         self._log.skip()
         self._is_script = run_config.is_script(run)
-        self._rest = ""
         self._is_after_logged = self._is_in_traceback = False
 
     def show(self, write: Callable[[str], object], *, is_last: bool = False) -> None:
         """Write the lines that are new. At the end of the run, all that are left."""
         reads = 0
-        while (is_last or reads < MOST_READS) and (text := self._log.read()):
-            lines, newline, self._rest = (self._rest + text).rpartition("\n")
+        while is_last or reads < MOST_READS:
+            at, text = self._log.position, self._log.read()
+            if text:
+                self._write(text.removesuffix("\n"), write)
+            elif self._log.position == at:
+                break
             reads += 1
-            if newline:
-                self._write(lines, write)
-        if is_last and (rest := self._rest + self._log.end()):
+        if is_last and (rest := self._log.end()):
             self._write(rest, write)
+
+    @property
+    def bar(self) -> str:
+        """Return a line that the rank has not ended yet, such as a progress bar."""
+        return self._log.drawn.strip()
 
     def _write(self, text: str, write: Callable[[str], object]) -> None:
         lines = text.split("\n")
@@ -104,7 +111,7 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
-def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float) -> None:
+def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float, own_bar: str = "") -> None:
     at = status.progress
     if status.state is not None and not status.state.has_ranks:  # those of the attempt before
         at = at.replace(eta_s=None, loss=None, samples_per_s=None, metrics={})
@@ -113,7 +120,7 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
         description=escape(_with_step(status)),
         total=at.total_steps,
         completed=at.step or 0,
-        figures=figures(at),
+        figures=figures(at) or escape(own_bar),
         clock=clock(at, waited_s),
     )
 

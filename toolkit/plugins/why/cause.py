@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base.errors import RequestError
-from toolkit.base.log_text import clean, tail_of_file, tail_of_stream
+from toolkit.base.log_text import as_drawn, clean, tail_of_file, tail_of_stream
 from toolkit.plugins.why.diagnosis import cause_or_exception
 
 #: The number of a log's last lines that are shown where the cause is not known.
@@ -66,7 +66,8 @@ def unknown_lines(log: str, last: list[str]) -> list[str]:
 
 def last_lines(text: str, count: int) -> list[str]:
     """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
-    return [line.rstrip() for line in clean(text).split("\n") if line.strip()][-count:]
+    drawn = "\n".join(map(as_drawn, text.split("\n")))
+    return [line.rstrip() for line in clean(drawn).split("\n") if line.strip()][-count:]
 
 
 def last_lines_of(path: Path) -> list[str]:
