@@ -26,9 +26,9 @@ def open_file(path: Path) -> io.BufferedReader:
     return open(path, "rb", opener=open_regular)
 
 
-def open_text(path: Path) -> TextIO:
-    """Do what :func:`open_file` does, for text. Bytes that are no UTF-8 are replaced."""
-    return io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace")
+def open_text(path: Path, newline: str | None = None) -> TextIO:
+    """Do what :func:`open_file` does, for text. Bytes that are no UTF-8 are replaced; ``newline`` is as for `open`."""
+    return io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace", newline=newline)
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:

@@ -60,10 +60,9 @@ def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]
     """Yield the lines of a log behind ``head``, each with its time."""
     at = begun
     try:
-        with reading.open_text(path) as file:
-            while line := file.readline(_MOST_CHARS):
-        with path.open(errors="replace", newline="\n") as file:
-            for line in map(as_drawn, file):
+        with reading.open_text(path, newline="\n") as file:
+            while read := file.readline(_MOST_CHARS):
+                line = as_drawn(read)
                 at = _time_of(line, at)
                 yield at, f"{head}{line}\n"
     except FileNotFoundError:
@@ -103,9 +102,7 @@ def errors(run: RunDir, attempt: int) -> Iterator[str]:
     if not reports or reports[0].rank != first.rank:
         yield f"rank {first.rank} on {first.host} failed first: {first.how}\n"
         if first.rank is not None and (log := run.rank_log(attempt, first.rank)).exists():
-            with reading.open_text(log) as file:
-                yield from (f"  {line.rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
-            with log.open(errors="replace", newline="\n") as file:
+            with reading.open_text(log, newline="\n") as file:
                 yield from (f"  {as_drawn(line).rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
     for report in reports:
         order = "first" if report.rank == first.rank else "later"
