@@ -22,9 +22,9 @@ from toolkit.run.attempt.facts import first_failure
 _TIME = re.compile(r"\W{0,2}(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 #: Without a date, a time that is this much earlier than the one before is of the next day.
 _NEXT_DAY_S = 12 * 3600
-#: The number of log lines that are shown of a rank that failed without a report, such as one that was killed.
 #: Longer lines are shown in parts: a file of one line need not fit into memory.
 _MOST_CHARS = 1 << 20
+#: The number of log lines that are shown of a rank that failed without a report, such as one that was killed.
 _LAST_LINES = 25
 
 
