@@ -46,7 +46,7 @@ from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
 from toolkit.train.loss_windows import gather_json, means_by_tag
 from toolkit.train.seeds import reseed
 from toolkit.train.user_state import UserState
-from toolkit.train.user_steps import Position, UserSteps
+from toolkit.train.user_steps import LoopPosition, UserSteps
 
 #: Environment variable with the id of the process that has called :func:`toolkit.train.start.start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
@@ -232,7 +232,7 @@ class TrainingRun(UserSteps):
         self._meet(f"called run.epochs({count})", "all ranks make as many epochs")
         if phase > self._phase:
             # A checkpoint of this phase has its first epoch, so that a resume counts from there, too.
-            self._at = Position(self._at.epoch + self._at.is_begun)
+            self._at = LoopPosition(self._at.epoch + self._at.is_begun)
             self._phase, self._first_epoch = phase, self._at.epoch
         self._epochs = self._first_epoch + count
         self._has_left = True
@@ -244,7 +244,7 @@ class TrainingRun(UserSteps):
                 yield self._at.epoch - self._first_epoch
                 self._finish_step()
                 self._meet(f"ended epoch {self._at.epoch}", "all ranks leave an epoch by `break` at the same step")
-                self._at = Position(self._at.epoch + 1)
+                self._at = LoopPosition(self._at.epoch + 1)
             self._has_left = False
         finally:
             self._epochs, self._called, self._last = None, 0, None
@@ -324,7 +324,7 @@ class TrainingRun(UserSteps):
             if not self._is_done(life.step, end):
                 if life.step == before and not self._at.batch:
                     raise ConfigError(f"run.steps: the loader has no batch{advice_about(loader)}")
-                self._at = Position(self._at.epoch + 1, self._at.place)
+                self._at = LoopPosition(self._at.epoch + 1, self._at.place)
         self._has_left = total is None
         is_last_epoch = self._at.epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
         if total is not None or is_last_epoch:
@@ -343,9 +343,9 @@ class TrainingRun(UserSteps):
         self._last = loader
         if place > self._at.place:
             if by_epochs:
-                self._at = Position(self._at.epoch, place, 0, self._at.earlier + self._at.batch)
+                self._at = LoopPosition(self._at.epoch, place, 0, self._at.earlier + self._at.batch)
             else:
-                self._at = Position(self._at.epoch + self._at.is_begun, place)
+                self._at = LoopPosition(self._at.epoch + self._at.is_begun, place)
         return place == self._at.place
 
     def _refuse_singles(self, where: str) -> None:

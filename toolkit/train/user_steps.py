@@ -35,7 +35,7 @@ _NAN = "look at the data and the learning rate, then resume; train.on_nan: warn 
 
 
 @dataclass
-class Position:
+class LoopPosition:
     """A position in the data of a loop: an epoch, a ``run.steps`` in it, and the batches of that one."""
 
     epoch: int = 0
@@ -66,7 +66,7 @@ class UserSteps:
         self._stack.callback(self._calls.close)
         self._not_finite = 0  #: mean losses in a row that were not finite
         self._last_finite = 0  #: the step of the last one that was
-        self._at = Position()
+        self._at = LoopPosition()
         self._epochs: int | None = None  #: the epoch at which the phase in progress ends; None outside of one
         self._phases = 0  #: calls of TrainingRun.epochs in this attempt
         self._phase, self._first_epoch = -1, 0  #: the last one that has begun in this run, and its first epoch
@@ -245,12 +245,12 @@ class UserSteps:
 
     def _take_position(self, meta: Mapping[str, Any]) -> None:
         """Go on at the position of a checkpoint's ``meta``."""
-        self._at = Position(*meta["position"])
+        self._at = LoopPosition(*meta["position"])
         self._phase, self._first_epoch = meta["phase"], meta["first_epoch"]
         if (positions := meta.get("positions")) is None:
             return
         if len(positions) == self._session.world_size:
-            self._at = Position(*positions[self._session.rank])
+            self._at = LoopPosition(*positions[self._session.rank])
         elif self._session.is_main:
             log.warning(
                 "the ranks of this checkpoint were at different places of their loaders, %s by epoch, place and batch; "
