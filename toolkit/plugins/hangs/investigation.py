@@ -241,7 +241,7 @@ _OWN_WAITS = re.compile(
 )
 #: Parts of a program's line that wait for a device or for a disk.
 _OF_DEVICE = re.compile(
-    r"\.(?:item|cpu|cuda|to|tolist|numpy|synchronize|wait|backward|step)\(|\b(?:open|load\w*|read\w*|print|float|int)\("
+    r"\.(?:item|cpu|to|tolist|numpy|synchronize|wait|backward|step)\(|\b(?:open|load\w*|read\w*|print|float|int)\("
 )
 
 
