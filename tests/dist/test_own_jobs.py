@@ -67,7 +67,7 @@ def ended(folder: Path, job: str) -> RunDir:
     (folder / "tasks/nets.py").write_text(NETS)
     (folder / "tasks/mine.py").write_text(PARAMS + job)
     config = "job: ./tasks/mine.py\ncluster: {tasks_per_node: 2}\nparams: {width: 4, block: {depth: 3}}\n"
-    (folder / "mine.yaml").write_text(f"{config}train: {{log_every: 1}}\n")
+    (folder / "mine.yaml").write_text(config + "train: {log_every: 1}\n" * (job == LOOP))
     argv = [sys.executable, "-P", "-m", "toolkit", "submit", "mine.yaml", "--executor", "local", "--wait"]
     env = {**os.environ, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*argv, "params.scales=[1, 5]"], cwd=folder, env=env, capture_output=True, text=True)

@@ -134,6 +134,7 @@ def test_all_keys_act_on_a_class_and_on_a_main_that_hands_its_config_on() -> Non
         (ARGUMENTS, "optim={lr: 5}", r"write args.lr=5$"),
         (START, "train.epochs=3", r"read run.config.train.epochs there, or leave it out"),
         (START + "import hydra", "optim.lr=3", r"its own arguments come after `--`"),
+        ("def main(config): ...", "optim.lr=3", r"read it from the config in its main, or leave it out"),
         (START, "args.lr=3", r"args: train.py reads no command line"),
         ("print(1)", "checkpoint.keep=3", r"checkpoint.keep: train.py does not read it"),
         (

@@ -77,6 +77,7 @@ class ActingKeys:
     script: str = ""  #: its name
     by_toolkit: tuple[str, ...] = ("",)  #: the keys, and the beginnings of keys, that the toolkit itself reads
     read: frozenset[str] = frozenset()  #: the keys and sections that the script reads; "" is the whole config
+    is_main: bool = False  #: a ``main(config)`` that the toolkit calls
     options: tuple[Option, ...] = ()  #: the script's own, as far as its files tell
 
     def include(self, key: str) -> bool:
@@ -98,6 +99,8 @@ class ActingKeys:
             how = f"for its own option {likely.flag} write args.{likely.name}={value}"
         elif self.options:
             how = f"its own options are {listing([f'args.{option.name}' for option in self.options])}"
+        elif self.is_main:
+            how = "read it from the config in its main, or leave it out"
         elif "args" in self.by_toolkit:
             how = "its own arguments come after `--`"
         elif OF_LOOPS[-1] in self.by_toolkit:
@@ -163,7 +166,8 @@ def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_fore
         by_toolkit += ("args", "argv")
     if is_foreign:
         by_toolkit += ("argv",)
-    return ActingKeys(sources[0].path.name, by_toolkit, frozenset(reader.read_keys()), tuple(_options(sources)))
+    read, options = frozenset(reader.read_keys()), tuple(_options(sources))
+    return ActingKeys(sources[0].path.name, by_toolkit, read, main is not None, options)
 
 
 class _Reader:
