@@ -397,6 +397,7 @@ def test_files_of_a_run_are_opened_in_one_way() -> None:
 
 
 NAMES_OF_PROGRAMS = (
+    "plugins/site/reservations",
     *("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site", "plugins/site/script_options"),
 )
 

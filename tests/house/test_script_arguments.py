@@ -262,7 +262,7 @@ def test_why_does_not_say_that_a_script_with_checkpoints_of_its_own_has_none(
     assert "starts the script again, which goes on from its own checkpoints if it looks for them" in page
 
 
-def test_a_command_is_shown_without_being_submitted_and_a_submission_is_told_to_programs(
+def test_a_command_is_shown_unsubmitted_and_a_submission_told_to_programs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["--executor", "local", "cluster.time_min=1h", "--", "python", "plain.py"]
