@@ -383,7 +383,7 @@ def prune_in_the_loop(session: Session, folder: Path) -> str:
     return "nothing was refused"
 
 
-def test_a_model_that_is_another_one_later_is_refused_before_a_checkpoint_that_fits_none(tmp_path: Path) -> None:
+def test_a_model_with_other_names_later_is_refused_before_a_checkpoint(tmp_path: Path) -> None:
     (error,) = run_ranks(1, prune_in_the_loop, tmp_path)
     assert error.startswith("2 run.resumable: model/weight, model/weight_orig, model/weight_mask came, went")
     assert "prune there with amount=0" in error

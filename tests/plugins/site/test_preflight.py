@@ -163,7 +163,7 @@ def test_what_is_wrong_with_every_node_is_no_nodes_fault_and_counted_so_in_the_h
     assert rest == ["every node: bad: only 2 of the 4 CPUs"]
 
 
-def test_of_a_single_node_its_own_faults_are_bad_but_those_of_request_and_run_folder_are_not(tmp_path: Path) -> None:
+def test_of_a_single_node_only_its_own_faults_are_bad(tmp_path: Path) -> None:
     words = [bad("temp space", "/tmp is full"), bad("run folder space", "runs is full"), bad("cpus", "2 of 4")]
     report = examined(tmp_path, {"node1": sick(*words)}, HOSTS[:1])
     assert report.bad == {"node1": "/tmp is full"}

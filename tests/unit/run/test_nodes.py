@@ -187,7 +187,7 @@ def test_without_a_good_spare_no_node_is_left(run: RunDir, what: str) -> None:
     assert of.ailing["b"].why == "hot"
 
 
-def test_a_doubtful_spare_is_better_than_a_drained_node_and_no_spare_keeps_all_in_their_places(run: RunDir) -> None:
+def test_a_doubtful_spare_will_do_and_without_one_all_keep_their_places(run: RunDir) -> None:
     of = pool(run)
     of.doubt({"d": "was slow", "b": "was slow"})
     assert hosts(of) == ("a", "b", "c")
