@@ -31,6 +31,7 @@ class DdpBuckets:
     def __init__(self) -> None:
         self._made: list[weakref.ref[DistributedDataParallel]] = []
         self._orders: dict[int, list[int]] = {}  #: of parameters in the buckets, by the number of the DDP
+        self._saved: dict[int, list[int]] = {}  #: those of the checkpoint
         self._arranged = 0  #: how many have been looked at
         self._hook = register_module_module_registration_hook(self._note)
 
@@ -59,22 +60,29 @@ class DdpBuckets:
     def take(self, meta: Mapping[str, Any]) -> None:
         """Take the orders of a checkpoint's ``meta``."""
         orders = meta.get("ddp_orders", [])
-        self._orders = {number: order for number, order in enumerate(orders) if order is not None}
+        self._saved = {number: order for number, order in enumerate(orders) if order is not None}
 
     def arrange(self) -> None:
-        """Give each DDP that is new the order it had. Call it before its first pass. Collective."""
+        """Give the DDPs that are there when the loop begins the order they had, before their first pass. Collective.
+
+        One that the loop makes later begins like a new one also where nothing was interrupted.
+        """
         first, self._arranged = self._arranged, len(self._made)
+        saved, self._saved = self._saved, {}
         for number, made in enumerate(self._made[first:], first):
             ddp = made()
             if ddp is None or not _rebuilds(ddp):
                 continue
-            order = self._orders.pop(number, None)
-            if order is None and ddp.static_graph:
+            # It may have been a later DDP of the same model, as one that was made for unfrozen layers.
+            orders = [saved[each] for each in dict.fromkeys((number, *reversed(saved))) if each in saved]
+            if ddp.static_graph:
                 # Such a DDP rebuilds after its second pass, too late for a checkpoint of the first step.
                 trained = [each.requires_grad for each in ddp.module.parameters()]
-                order = [place for place in reversed(range(len(trained))) if trained[place]]
-            if order is not None and _set_order(ddp, order):
-                self._orders[number] = order
+                orders.append([place for place in reversed(range(len(trained))) if trained[place]])
+            for order in orders:
+                if _set_order(ddp, order):
+                    self._orders[number] = order
+                    break
 
 
 def _rebuilds(ddp: DistributedDataParallel) -> bool:
@@ -99,8 +107,10 @@ def _order(ddp: DistributedDataParallel) -> list[int]:
 def _set_order(ddp: Any, order: list[int]) -> bool:
     """Make the reducer anew, as DDP does when it is unpickled, with buckets in ``order``.
 
-    Return False, and leave it, where the module has other parameters than the ``order``: the script was changed.
+    Return False, and leave it, where the ``order`` is of other parameters.
     """
+    if len(order) != ddp._get_ddp_logging_data()["num_parameter_tensors"]:
+        return False
     all_of_it = list(ddp.module.parameters())
     wanted = [all_of_it[number] for number in order if number < len(all_of_it)]
     frozen = [parameter for parameter in wanted if not parameter.requires_grad]  # since the DDP was made

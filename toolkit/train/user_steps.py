@@ -108,7 +108,6 @@ class UserSteps:
             if values := config_hparams(self.config) | swept_hparams(self._session.run_dir):
                 self._life.sink.hparams(values)
         self._life.begin()
-        self._buckets.arrange()
         return loaded
 
     def _end_step(self, *, may_save: bool = True) -> None:
