@@ -73,8 +73,9 @@ class DdpBuckets:
             ddp = made()
             if ddp is None or not _rebuilds(ddp):
                 continue
-            # It may have been a later DDP of the same model, as one that was made for unfrozen layers.
-            orders = [saved[each] for each in dict.fromkeys((number, *reversed(saved))) if each in saved]
+            # One with its first buckets begins with these again. Where the order is of other parameters, a later DDP
+            # had taken its place, as one that was made for unfrozen layers.
+            orders = [saved[number], *reversed(saved.values())] if number in saved else []
             if ddp.static_graph:
                 # Such a DDP rebuilds after its second pass, too late for a checkpoint of the first step.
                 trained = [each.requires_grad for each in ddp.module.parameters()]
