@@ -124,8 +124,11 @@ def fragments() -> dict[str, tuple[str, str, str]]:
 def test_each_fragment_of_a_page_runs(name: str, tmp_path: Path) -> None:
     script, keys, figure = fragments()[name]
     (tmp_path / "train.py").write_text(OWN + script)
-    train = "data: {global_batch_size: 12}\ntrain: {max_steps: 12, log_every: 4}\n"
-    (tmp_path / "mine.yaml").write_text(f"job: train.py\n{train}{keys}")
+    data = (
+        "" if "global_batch_size=" in script else "data: {global_batch_size: 12}\n"
+    )  # else the loop would not read it
+    train = "train: {max_steps: 12, log_every: 4}\n"
+    (tmp_path / "mine.yaml").write_text(f"job: train.py\n{data}{train}{keys}")
     ran(sys.executable, "-m", "toolkit", "run", "mine.yaml", cwd=tmp_path, runs=tmp_path / "runs")
     (run,) = (tmp_path / "runs").glob("*/*/config.yaml")
     curves = run.parent / "tensorboard/metrics.jsonl"

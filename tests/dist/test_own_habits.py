@@ -282,9 +282,11 @@ def test_each_loop_of_an_epoch_goes_through_all_of_its_loader(tmp_path: Path) ->
     )
     ((first, _),) = run_ranks(1, several_loops, tmp_path / "again", 150)
     ((second, rest),) = run_ranks(1, several_loops, tmp_path / "again", -1)
-    assert first == [40, 20, 40, 40, 11]  # 150 steps are saved, and the 151st is made again
-    assert second == [0, 10, 40, 40, 20, 40]
-    assert rest == batches[150:]
+    assert first == [40, 20, 40, 40, 11]
+    resumed = 300 - sum(second)  # the last save may still have been written
+    assert 140 < resumed <= 150
+    assert second == [0, 160 - resumed, 40, 40, 20, 40]
+    assert rest == batches[resumed:]
 
 
 def other_loader_with_a_total(session: Session, folder: Path) -> list[int]:
@@ -345,8 +347,12 @@ def test_a_loop_that_would_lose_batches_or_saves_is_refused_by_its_line(
     assert words in error
 
 
-def replace_the_optimizer(session: Session, folder: Path) -> list[int]:
+def replace_the_optimizer(session: Session, folder: Path) -> tuple[list[int], list[str]]:
     run = begun(session, folder, every=10)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("toolkit").addHandler(handler)
     model, optimizer = prepared(run)
     saved = []
     for number, _ in run.steps(range(60), total=60).enumerate():
@@ -357,15 +363,13 @@ def replace_the_optimizer(session: Session, folder: Path) -> list[int]:
         saved.append(run._life._saved)
     run.finish()
     run.close()
-    return saved
+    return saved, messages
 
 
-def test_a_replaced_optimizer_is_told_of_and_does_not_put_saves_off(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (saved,) = run_ranks(1, replace_the_optimizer, tmp_path)
+def test_a_replaced_optimizer_is_told_of_and_does_not_put_saves_off(tmp_path: Path) -> None:
+    ((saved, messages),) = run_ranks(1, replace_the_optimizer, tmp_path)
     assert set(saved) >= {10, 20, 30, 40, 50}
-    assert "no optimizer of run.resumable has made a step since step 35" in capfd.readouterr().err
+    assert len([each for each in messages if "run.resumable has made a step since step 35" in each]) == 1
 
 
 def prune_in_the_loop(session: Session, folder: Path) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, logged
-from toolkit.base.errors import ConfigError
+from toolkit.base.errors import NotFiniteError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.data.loader import Loader
@@ -62,7 +62,7 @@ def run(
             return trainer.train(replace(session, attempt=attempt), run_dir, config, trainer.plain_model)
         except OSError:
             return None
-        except ConfigError as error:
+        except NotFiniteError as error:
             return str(error)
 
 

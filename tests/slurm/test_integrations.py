@@ -18,7 +18,7 @@ from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 
-SIZE = ["cluster.nodes=1", "cluster.tasks_per_node=2", "checkpoint.every_steps=20"]
+SIZE = ["cluster.nodes=1", "cluster.tasks_per_node=3", "checkpoint.every_steps=20"]
 #: Put before what a script does in each step.
 STEP = {
     "accelerate": "        optimizer.zero_grad()",

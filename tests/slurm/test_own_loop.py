@@ -79,7 +79,7 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     assert [decision for _, decision in causes] == ["requeue", "restart", "finish"]
     stores = [CheckpointFolder(each.checkpoints) for each in (quick, run)]
     mine, other = (checkpoints.verify(checkpoints.list()[0]) for checkpoints in stores)
-    assert (mine.step, mine.meta["epoch"]) == (other.step, other.meta["epoch"]) == (STEPS, 14)
+    assert (mine.step, mine.meta["position"][0]) == (other.step, other.meta["position"][0]) == (STEPS, 14)
     assert mine.tensors == other.tensors
 
 

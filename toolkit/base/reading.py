@@ -56,8 +56,9 @@ def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-    found = os.fstat(fd).st_mode
-    if stat.S_ISREG(found):
+    status = os.fstat(fd)
+    found = status.st_mode
+    if stat.S_ISREG(found) or status.st_rdev == Path(os.devnull).stat().st_rdev:  # users name /dev/null for no file
         return fd
     os.close(fd)
     if stat.S_ISDIR(found):

@@ -62,10 +62,9 @@ def entry_of(name: str) -> Entry:
 def data_root(root: str | None) -> Path:
     """Return the absolute path that ``data.root`` means, or that of its copy on this node."""
     named = root or os.environ.get("TOOLKIT_DATA") or "data"
-    try:
-        return staged(fsio.expand(named).absolute())
-    except RuntimeError:
-        raise ConfigError(f"data.root: there is no user whose home folder {named!r} could be in") from None
+    if (folder := str(fsio.expand(named))).startswith("~"):
+        raise ConfigError(f"data.root: there is no user whose home folder {named!r} could be in")
+    return staged(Path(folder).absolute())
 
 
 def sample_shape(config: DataConfig) -> tuple[int, int, int]:

@@ -70,7 +70,7 @@ class StepTrace:
         strike = self._strike
         if strike is None or strike["rank"] != self._rank or step < strike["step"] or self._signal is not None:
             return
-        if (newest_step(self._checkpoints) or 0) < strike["saved"]:
+        if (newest_step(self._checkpoints) or 0) < strike.get("saved", 0):
             return
         # The delay is a fraction of the last step's time.
         number = signal.Signals[strike["signal"]]
