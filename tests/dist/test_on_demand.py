@@ -71,7 +71,6 @@ STEPS = 3000
 LONG = [
     *("train.epochs=1000", f"train.max_steps={STEPS}", "train.eval_every=2000"),
     *("optim.lr=0.1", "optim.warmup_steps=20", "checkpoint.every_steps=1000000"),
-    "cluster.tasks_per_node=3",
 ]
 
 
@@ -92,7 +91,7 @@ def rates(run: RunDir) -> dict[int, float]:
 
 def test_set_values_hold_from_one_step_on_whatever_dies_bit_for_bit(env: dict[str, str], tmp_path: Path) -> None:
     """The oracle is an undisturbed run with the same history of values from its start."""
-    with start(env, *LONG) as process:
+    with start(env, *LONG, "cluster.tasks_per_node=3") as process:
         run = the_run(env)
         reached(run, 100)
         first = set_values(env, run, "optim.lr=0.02", "train.log_every=7")
@@ -119,7 +118,7 @@ def test_set_values_hold_from_one_step_on_whatever_dies_bit_for_bit(env: dict[st
 
     # The same history from the start.
     other_env = {**env, "TOOLKIT_RUNS": str(tmp_path / "runs" / "other")}
-    with start(other_env, *LONG) as process:
+    with start(other_env, *LONG, "cluster.tasks_per_node=3") as process:
         other = the_run(other_env)
         shutil.copy(run.path / "changes.jsonl", other.path / "changes.jsonl")
         out, _ = process.communicate(timeout=PATIENCE * END_S)

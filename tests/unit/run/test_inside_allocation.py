@@ -16,7 +16,7 @@ import pytest
 
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_REQUEST, ConfigError, RequestError
+from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
 from toolkit.files import rundir
@@ -225,7 +225,7 @@ def test_only_the_first_of_many_supervisors_says_that_one_is_enough(
     os.environ.update({rank: "1", "SLURM_NODEID": "1"})
     with pytest.raises(SystemExit) as silent:
         cli.main(argv)
-    assert silent.value.code == EXIT_REQUEST
+    assert silent.value.code == EXIT_DONE
     assert capsys.readouterr().err == ""
     assert rundir.all_runs() == []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import logs
-from toolkit.base.errors import EXIT_REQUEST, PlacementError, RequestError, SlurmError
+from toolkit.base.errors import EXIT_DONE, PlacementError, RequestError, SlurmError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -59,7 +59,7 @@ def refuse_one_of_many_tasks() -> None:
     if place.world_size == 1 or "TOOLKIT_ATTEMPT" in os.environ or is_exported or is_shell:
         return
     if place.rank > 0:
-        raise SystemExit(EXIT_REQUEST)
+        raise SystemExit(EXIT_DONE)  # after another code mpirun would end the first task before it has spoken
     name = "mpirun" if launcher == "mpi" else launcher
     raise RequestError(
         f"{name} starts this command {place.world_size} times: leave {name} out, the toolkit starts the ranks itself"
