@@ -143,6 +143,31 @@ def test_a_refused_requeue_is_tried_again(run: RunDir, monkeypatch: pytest.Monke
     assert slurm.refused == 2
 
 
+@pytest.mark.parametrize("why", ["QOSMaxSubmitJobPerUserLimit", "Access/permission denied", "No space left on device"])
+def test_a_run_without_its_follow_up_job_ends_with_the_cause(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The site does not let compute nodes submit, the user has too many jobs, or the disk is full."""
+
+    class Full(FakeSlurm):
+        def sbatch(self, arguments: Sequence[str]) -> str:
+            if self.submitted:
+                raise OSError(errno.ENOSPC, why) if why.startswith("No space") else SlurmRefusedError(why)
+            return super().sbatch(arguments)
+
+    slurm = Full()
+    job = slurm.sbatch(["--no-requeue", "job.sh"])
+    slurm.start(job)
+    for name, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    allocation = Allocation(("node1",), (1,), 1, job_id=job)
+    ours = JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False))
+    ours.prepare(slurm.show_job(job), slurm.settings(), Claim.of_job(run, allocation, None))
+    assert ours.requeue() is JobFate.RUNNING
+    assert "Slurm did not take it back (no follow-up job could be submitted: " in ours.not_taken_back
+    assert why in ours.not_taken_back
+
+
 def test_the_users_exclusions_stay_and_drained_nodes_are_left_to_slurm(run: RunDir) -> None:
     slurm = FakeSlurm()
     row = JobRow(job_id="1", state="RUNNING", excluded="old[1-2]")

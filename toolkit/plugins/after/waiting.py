@@ -101,7 +101,7 @@ def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stand
     if seen is JobFate.REQUEUED:
         return Verdict(Cause.STOPPED, Decision.REQUEUE, "not its turn yet")
     state = stop_request.end_state(context.asked()) if seen is JobFate.CANCELLED else RunState.STOPPED
-    why = f"{state} while it waited" if seen is JobFate.CANCELLED else "Slurm did not take it back while it waited"
+    why = f"{state} while it waited" if seen is JobFate.CANCELLED else requeue.not_taken_back
     why += f": it {waits_until(record.names())}; `toolkit resume {run.id}` has it wait again"
     outages.persist(lambda: write_ended(run, state, why), run.path)
     return Verdict(Cause.STOPPED, Decision.FINISH, why)

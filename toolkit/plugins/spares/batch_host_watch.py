@@ -207,7 +207,7 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
         like_our_job.pop(of_our_step, None)
     bad = {watched.batch_host: nodes.BadNode("gone", time.time()), **nodes.remembered(watched.run)}
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
-    seen = take_back(look, slurm, watched.job_id)
+    seen, _ = take_back(look, slurm, watched.job_id)
     if seen is not JobFate.REQUEUED:
         log.info("job %s is %s: leaving it so", watched.job_id, seen)
     # Only now: Slurm refuses an exclusion while the job runs.

@@ -77,38 +77,39 @@ def are_needed(row: JobRow, settings: Settings, slurm: SlurmCommands) -> bool:
     return not row.can_requeue or slurm.preemption_cancels(row, settings)
 
 
-def submit(
-    run: RunDir, slurm: SlurmCommands, script: str, after: Sequence[str], options: Iterable[str] = ()
-) -> str | None:
+def submit(run: RunDir, slurm: SlurmCommands, script: str, after: Sequence[str], options: Iterable[str] = ()) -> str:
     """Submit a job with this script that starts when all jobs of ``after`` have ended. Return its id.
 
-    Return None, with a warning, where sbatch refuses: the site does not let compute nodes submit, the user has too many
-    jobs, or the disk is full. The run then goes on with the follow-up jobs that it has.
+    Raises SlurmError where sbatch refuses (the site does not let compute nodes submit, the user has too many jobs), and
+    OSError where the disk is full.
     """
     path = run.submitit / f"follow-up-{secrets.token_hex(4)}.sh"
     output = f"--output={run.logs}/follow-up-%j.out"
     wait = f"--dependency=afterany:{':'.join(after)}"
-    try:
-        fsio.write_atomic(path, script)
-        job_id = slurm.sbatch(["--no-requeue", wait, output, "--open-mode=append", *options, str(path)])
-    except (SlurmError, OSError) as error:
-        log.warning("no follow-up job could be submitted: %s", error)
-        return None
+    fsio.write_atomic(path, script)
+    job_id = slurm.sbatch(["--no-requeue", wait, output, "--open-mode=append", *options, str(path)])
     log.info("job %s waits to take over after job %s", job_id, ", ".join(after))
     return job_id
 
 
-def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: SlurmCommands, token: str) -> str | None:
-    """Submit a job like the present one, from inside it. It follows this job and those that wait for it."""
+def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: SlurmCommands, token: str) -> str:
+    """Submit a job like the present one, from inside it. It follows this job and those that wait for it.
+
+    Raises what :func:`submit` raises.
+    """
     # Set the variables that the submission set for the first job.
     variables = snapshot.job_environment(run, os.environ, token) | environment(run, [row.requeue_id, *waiting])
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     body = "\n".join([IGNORE_SIGNALS, *exports, command(run), ""])
     lines: list[str] = registry.call("script_lines", row.job_id) or []
     ask = partial(submit, run, slurm, after=[row.job_id, *waiting], options=options_of_job(os.environ, row, run))
-    # Without those lines where sbatch refuses them now: a follow-up job is worth more than its place.
-    job = ask("\n".join(["#!/bin/bash", *lines, body]))
-    return ask(f"#!/bin/bash\n{body}") if job is None and lines else job
+    try:
+        return ask("\n".join(["#!/bin/bash", *lines, body]))
+    except SlurmError:
+        if not lines:
+            raise
+    # sbatch refuses those lines now: a follow-up job is worth more than its place.
+    return ask(f"#!/bin/bash\n{body}")
 
 
 def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:

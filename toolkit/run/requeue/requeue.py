@@ -42,6 +42,7 @@ class JobRequeue:
         self._look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
         self._row: JobRow | None = None
         self._follow_ups: list[str] = []
+        self._refusal = ""
 
     def prepare(self, row: JobRow | None, settings: Settings, claim: Claim) -> None:
         """Submit follow-up jobs where Slurm will not requeue this one. Later there may be no time for it.
@@ -57,10 +58,14 @@ class JobRequeue:
         ask = partial(follow_up.are_needed, row, settings, slurm)
         needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", wait_s=0.0))
         while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
-            job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
-            if job is None:
+            try:
+                self._follow_ups.append(
+                    follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
+                )
+            except (SlurmError, OSError) as error:  # the run has the follow-up jobs that it has
+                self._refusal = f"no follow-up job could be submitted: {error}"
+                log.warning("%s", self._refusal)
                 break
-            self._follow_ups.append(job)
             claim.note_follow_ups(self._follow_ups)
         if self._follow_ups and row.is_expedited:  # the follow-up jobs wait for an end that a queued job never has
             forbid_expedited_requeue(slurm, self._job_id)
@@ -84,7 +89,7 @@ class JobRequeue:
         # Choose the nodes to exclude before the requeue, if there is time for it.
         excluded = self._to_exclude() if has_time else None
         if not self._follow_ups:
-            seen = take_back(self._look, self._slurm, self._job_id)
+            seen, self._refusal = take_back(self._look, self._slurm, self._job_id)
             if seen is not JobFate.REQUEUED:
                 return seen
         excluded = excluded if has_time else self._to_exclude()
@@ -98,6 +103,11 @@ class JobRequeue:
             depend = partial(self._slurm.depend, job, on)
             outages.ask(depend, "the job may start too early, and then looks again", EXCLUDE_S)
         return JobFate.REQUEUED
+
+    @property
+    def not_taken_back(self) -> str:
+        """The reason why a run stays where it is after :meth:`requeue`, with the words of Slurm's last refusal."""
+        return "Slurm did not take it back" + (f" ({self._refusal})" if self._refusal else "")
 
     def _to_exclude(self) -> str | None:
         row = self._row
@@ -126,14 +136,14 @@ def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
     outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", wait_s=0.0)
 
 
-def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) -> JobFate:
-    """Requeue the job unless it is cancelled first; return how it stands then.
+def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) -> tuple[JobFate, str]:
+    """Requeue the job unless it is cancelled first; return how it stands then, and Slurm's last refusal or "".
 
     ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
     have been cancelled, and with it the program that asked for the requeue may have been ended. A refusal is retried
     for ``ENDING_S``: Slurm may be requeueing the job itself at this moment.
     """
-    deadline = time.monotonic() + outages.GIVE_UP_AFTER_S
+    deadline, refusal = time.monotonic() + outages.GIVE_UP_AFTER_S, ""
     while True:
         try:
             seen = look()
@@ -142,13 +152,14 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
                 slurm.requeue(job_id, if_running=seen is JobFate.RUNNING)
                 seen = look()
             if seen in _SETTLED:
-                return seen
+                return seen, ""
         except (SlurmError, OSError) as error:  # ``look`` reads the run's folder, too
-            log.warning("the job cannot be requeued: %s", error)
+            refusal = f"the job cannot be requeued: {error}"
+            log.warning("%s", refusal)
             if isinstance(error, SlurmRefusedError):
                 deadline = min(deadline, time.monotonic() + ENDING_S)
         if time.monotonic() >= deadline:
-            return JobFate.UNKNOWN
+            return JobFate.UNKNOWN, refusal
         time.sleep(outages.RETRY_EVERY_S)
 
 
@@ -243,4 +254,4 @@ def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> boo
     if allocation.job_id is None:
         return False
     look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
-    return take_back(look, slurm, allocation.job_id) is JobFate.REQUEUED
+    return take_back(look, slurm, allocation.job_id)[0] is JobFate.REQUEUED

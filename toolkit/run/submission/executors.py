@@ -186,8 +186,10 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: 
     except SlurmError as error:
         log.warning("whether a preemption cancels job %s is not known before it starts: %s", job_id, error)
         return
-    follower = follow_up.submit(run, slurm, sbatch.follow_up_script(run, config, owner.token, job_id), [job_id])
-    if follower is None:
+    try:
+        follower = follow_up.submit(run, slurm, sbatch.follow_up_script(run, config, owner.token, job_id), [job_id])
+    except (SlurmError, OSError) as error:  # the job tries again when it starts
+        log.warning("no follow-up job could be submitted: %s", error)
         return
     forbid_expedited_requeue(slurm, job_id)  # the follow-up job waits for an end that a queued job never has
     try:

@@ -233,7 +233,7 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
         if seen is JobFate.CANCELLED:
             state, why = stop_request.end_state(context.asked()), f"{why}; cancelled before it was requeued"
         else:
-            why = f"{why}; but Slurm did not take it back"
+            why = f"{why}; but {'it has no job' if context.requeue is None else context.requeue.not_taken_back}"
             state = RunState.STOPPED
         journal.set_status(state, attempt, why=why, ended=time.time())
     outages.persist(lambda: journal.write_result(attempt, state, why), run.path)
