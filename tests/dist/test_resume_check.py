@@ -258,6 +258,23 @@ def test_a_loop_that_ends_before_the_steps_asked_for_is_struck_within(tmp_path: 
     assert [resume["place"] for resume in report["resumed"]] == [FIRST_EPOCH]
 
 
+def test_a_resume_that_has_a_run_fail_is_told_as_different(tmp_path: Path) -> None:
+    """The script forgets a count, and fails of it two steps after the resume."""
+    count, ends = (
+        "    seen = 0\n    for",
+        "        seen += 1\n        assert seen > 3 or run.step != 9, 'fell behind'\n",
+    )
+    (tmp_path / "train.py").write_text(
+        SHORT_LOOP.replace("    for", count).replace("loss=loss)", "loss=loss, seen=float(seen))") + ends
+    )
+    done = command(tmp_path / "runs", "train.py", "checkpoint.every_steps=7", "--at", "7", project=tmp_path)
+    assert done.returncode == 1, done.stderr
+    words = " ".join(done.stdout.split())
+    assert "DIFFERENT from step 7 on" in words
+    assert "fell behind" in words
+    assert len(all_runs(tmp_path / "runs")) == 2
+
+
 def test_a_step_after_the_end_of_a_loop_is_refused_with_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHORT_LOOP)
     done = command(tmp_path / "runs", "train.py", "--at", "20", project=tmp_path)

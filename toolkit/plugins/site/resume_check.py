@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs
-from toolkit.base.errors import RequestError
+from toolkit.base.errors import JobFailedError, RequestError
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
@@ -94,7 +94,15 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     common += [f"retry.max_failures={retries}", f"retry.no_progress_attempts={len(strikes) + 2}"]
     common.append(f"name={loaded.name}-disturbed")
     disturbed = _disturb(config, common, plan, brief, executor)
-    return compare(undisturbed, disturbed, plan)
+    try:
+        return compare(undisturbed, _completed(disturbed), plan)
+    except JobFailedError as error:
+        # What a resume has lost may be what the run failed of: a step that differs before its end says so.
+        if len(disturbed.dir.attempts()) > 1:
+            report = compare(undisturbed, disturbed.dir, plan)
+            if report.first is not None and "step" not in report.different:
+                return replace(report, different={**report.different, "end": str(error)})
+        raise
 
 
 def choose_strikes(
@@ -147,7 +155,7 @@ def choose_strikes(
     return strikes
 
 
-def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str) -> RunDir:
+def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str) -> Run:
     """Run the config with the interruptions.
 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
@@ -164,7 +172,7 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
                 cluster.tasks_per_node, cluster.components = plan.then_ranks // cluster.nodes, []
                 fsio.write_atomic(run.dir.config, configs.dump_config(changed))
             run = resume(run.dir)
-    return _completed(run)
+    return run
 
 
 def remove(run: Path) -> None:
