@@ -230,6 +230,47 @@ def test_the_command_says_what_was_done_and_found(tmp_path: Path) -> None:
     assert all_runs(tmp_path) == []
 
 
+#: A layer and the job itself draw from generators of their own, of each kind.
+NOISY_JOB = """
+import random
+import numpy as np
+import torch
+from torch import nn
+import toolkit
+
+class Noise(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.rngs = [torch.Generator().manual_seed(seed), np.random.default_rng(seed)]
+
+    def forward(self, x):
+        return x + torch.randn(x.shape, generator=self.rngs[0]) + float(self.rngs[1].normal())
+
+class Noisy(toolkit.Job):
+    def setup(self):
+        self.rng = random.Random(3)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), Noise(1), nn.ReLU(), nn.Linear(8, 2), Noise(2))
+
+    def train_set(self):
+        return torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(2, (30,)))
+
+    def loss(self, model, batch):
+        each = nn.functional.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
+        return self.rng.uniform(0.5, 1.5) * each
+"""
+
+
+def test_generators_that_a_job_and_its_layers_hold_come_to_their_place(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY_JOB)
+    (tmp_path / "noisy.yaml").write_text("job: noisy\ndata: {global_batch_size: 6}\ncluster: {tasks_per_node: 3}\n")
+    done = command(tmp_path / "runs", "noisy.yaml", "--steps", "24", "--json", project=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["verdict"], report["steps"], report["ranks"]) == (IDENTICAL, 24, [3])
+
+
 #: A loop of one's own that decides by itself how long it is.
 SHORT_LOOP = """
 import torch

@@ -254,6 +254,10 @@ def job_source(job: str, project: Path | None = None) -> Path:
         # raises for a name that is too long.
         if os.path.isfile(project / file):  # noqa: PTH113
             raise ConfigError(f"job: {file} is there but cannot be imported; add {file.parent / '__init__.py'}")
+        module = job.rpartition(".")[0]
+        above = _spec(module.split("."), project) if module else None
+        if above is not None and above.submodule_search_locations is None:
+            raise ConfigError(f"job: {job}: name the module alone, `job: {module}`; its class is found by itself")
         found = sorted(f"{p.parent.name}.{p.stem}" for p in project.glob("jobs/*.py") if p.stem != "__init__")
         there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
         raise ConfigError(f"job: no module {job!r}; {nearest(job, found)}{there}")

@@ -136,6 +136,11 @@ class InMemory:
         std: tuple[float, ...] = (1.0,),
         image_size: int | None = None,
     ) -> None:
+        if images.ndim != 4:  # one that has fewer would be broadcast against the channels' means
+            raise ValueError(
+                f"InMemory: images of shape {tuple(images.shape)}, but (n, c, h, w) is needed; "
+                "torch.utils.data.TensorDataset holds other tensors"
+            )
         self._standardise = Standardise(mean, std)
         self.background = self._standardise.background
         is_of_size = images.shape[-2:] == (image_size, image_size)

@@ -113,6 +113,18 @@ def seed_generator(generator: RandomGenerator, word: int) -> None:
         generator.seed(word & 0xFFFFFFFF)
 
 
+#: The generators that a job and its model hold, each with a number for the state that the job has given it.
+HELD: dict[RandomGenerator, int] = {}
+
+
+def include(generators: Iterable[RandomGenerator]) -> None:
+    """Have these generators seeded before each step with those of the process, until the next job.
+
+    They then draw other numbers on each share, as dropout does, and need no place in a checkpoint.
+    """
+    HELD.update((each, origin_of(each)) for each in generators)
+
+
 def generators_of(module: nn.Module) -> list[RandomGenerator]:
     """Return the generators that a model's own layers hold. Torch's layers have none."""
     layers = [layer for layer in module.modules() if _is_of_the_script(type(layer).__module__)]

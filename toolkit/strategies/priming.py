@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError, JobFailedError, listing
 from toolkit.config import TrainConfig
+from toolkit.data import randomness
 from toolkit.devices import accelerator
 from toolkit.hang.activity import PRIMING, Activity
 from toolkit.ranks import nested
@@ -40,14 +41,17 @@ from toolkit.strategies.objective import HOW, Forward, Loss, Objective
 
 @contextmanager
 def same_randomness() -> Iterator[None]:
-    """Restore torch's, Python's and numpy's random state afterwards, as if no number had been drawn."""
+    """Restore all generators afterwards, those that the job holds as well, as if no number had been drawn."""
     plain, legacy = random.getstate(), np.random.get_state()
+    held = [(each, randomness.state_of(each)) for each in randomness.HELD]
     with accelerator.forked_rng():
         try:
             yield
         finally:
             random.setstate(plain)
             np.random.set_state(legacy)
+            for each, state in held:
+                randomness.set_state(each, state)
 
 
 def random_state() -> tuple[Any, ...]:
@@ -55,7 +59,9 @@ def random_state() -> tuple[Any, ...]:
     tensors = [torch.get_rng_state(), *accelerator.random_states()]
     legacy: Any = np.random.get_state()
     of_torch = [tensor.numpy().tobytes() for tensor in tensors]
-    return (*of_torch, random.getstate(), legacy[1].tobytes(), *legacy[2:])
+    states = [randomness.state_of(each) for each in randomness.HELD]
+    held = [each.numpy().tobytes() if isinstance(each, Tensor) else repr(each) for each in states]
+    return (*of_torch, *held, random.getstate(), legacy[1].tobytes(), *legacy[2:])
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from toolkit.base.errors import ConfigError, JobCodeError, OnePassError
 from toolkit.config import JobConfig, learning_rate, schema
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import MakesLoader, build_loader, eval_batches
+from toolkit.data.randomness import generators_in, generators_of, include
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
@@ -75,6 +76,7 @@ def training_of(kind: type[Job], config: JobConfig, params: Any, session: Sessio
         loader = stack.enter_context(closing(_loader(job, config, strategy.share, session)))
         # A real batch: the strategy primes the model on it, and its images go to TensorBoard.
         sample = loader.at(0)
+        include(generators_in(job))
         _build(job, strategy, config, session, sample)
         # Only now, when the strategy has built the model, can its state be saved and restored.
         checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
@@ -114,9 +116,16 @@ def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sa
                 f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}"
             )
         builders = {name: (lambda network=network: network, job.optimizer) for name, network in networks.items()}
+        for network in networks.values():
+            include(generators_of(network))
         cast(Custom, strategy).build(builders)
         return
-    model = partial(initialised, cast(Callable[[], nn.Module], job.model), config.model, session)
+
+    def model() -> nn.Module:
+        made = initialised(cast(Callable[[], nn.Module], job.model), config.model, session)
+        include(generators_of(made))
+        return made
+
     strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from toolkit.base import logs
 from toolkit.config import TrainConfig
+from toolkit.data import randomness
 from toolkit.data.permutation import hash64
 from toolkit.data.randomness import seed_cpu
 from toolkit.devices import accelerator
@@ -29,6 +30,7 @@ def prepare(seed: int, *, deterministic: bool = False) -> None:
     ``deterministic`` allows only algorithms that give the same bits every time. An operation without one raises, and
     names itself.
     """
+    randomness.HELD.clear()
     _seed_generators(hash64(_MODEL, seed))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
@@ -42,12 +44,14 @@ def reseed(seed: int, step: int, share: int) -> None:
 
 
 def _seed_generators(word: int) -> None:
-    """Seed torch's generators for the CPU and every GPU, ``random`` and numpy's legacy one.
+    """Seed torch's generators for the CPU and every GPU, ``random``, numpy's legacy one, and those that the job holds.
 
     This takes about 7 us on the CPU; ``torch.manual_seed`` would take 100 us.
     """
     seed_cpu(word)
     accelerator.seed(word >> 1)
+    for number, (generator, origin) in enumerate(randomness.HELD.items()):
+        randomness.seed_generator(generator, hash64(word, origin, number))
 
 
 #: Variables by which a user configures torch's allocator. The second is the older name.

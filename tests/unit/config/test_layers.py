@@ -165,6 +165,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("cluster.components=[{exclude: 'n[1'}]", ["cluster.components[0].exclude", "n[1"]),
         ("cluster.components=[{},{}] cluster.container=pyxis:a", ["cluster.components", "Pyxis", "one component"]),
         ("cluster.components=[{},{nodes: 63}] data.global_batch_size=100", ["data.global_batch_size", "128 ranks"]),
+        ("job=jobs.classify.Classify", ["job: jobs.classify.Classify: name the module alone, `job: jobs.classify`"]),
         ("name=../x", ["name"]),
         ('notify=[""]', ["notify", "a program and its arguments"]),
         ('notify=["mail", "a\\0b"]', ["notify[1]", "control character"]),

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from toolkit.config import DataConfig
-from toolkit.data.datasets import RandomShift, build_datasets
+from toolkit.data.datasets import InMemory, RandomShift, build_datasets
 from toolkit.data.loader import BatchedSamples
 
 
@@ -88,3 +88,8 @@ def test_augmented_data_sets_keep_their_evaluation_still(name: str) -> None:
     sets = build_datasets(DataConfig(name=name, augment=True))
     assert not isinstance(sets.train, BatchedSamples)
     assert isinstance(sets.eval, BatchedSamples)
+
+
+def test_tensors_that_are_not_images_are_refused_in_memory() -> None:
+    with pytest.raises(ValueError, match=r"InMemory: images of shape \(30, 4\), but \(n, c, h, w\) is needed"):
+        InMemory(torch.randn(30, 4), torch.zeros(30))
