@@ -16,13 +16,15 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.box import Box
+from tests.slurm.conftest import visit_with_small_disk
 from tests.slurm.site import END_S, START_S, Site, pid_of_supervisor
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
@@ -337,3 +339,25 @@ def test_after_many_faults_of_all_kinds_the_weights_are_those_of_an_undisturbed_
         return list(itertools.islice(endless, count))
 
     ends_with_the_weights_of_an_undisturbed_run(site, draw)
+
+
+@pytest.fixture
+def small(make_box: Callable[..., Box], request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Site, Path]]:
+    yield from visit_with_small_disk(make_box, request, tmp_path, "1m")
+
+
+def test_a_run_whose_script_ends_on_a_full_disk_has_its_result(small: tuple[Site, Path]) -> None:
+    site, disk = small
+    (site.folder / "fill.py").write_text(
+        f"with open({str(disk / 'filler')!r}, 'wb', buffering=0) as file:\n"
+        "    for size in (4096, 1):\n"
+        "        try:\n"
+        "            while True:\n"
+        "                file.write(bytes(size))\n"
+        "        except OSError:\n"
+        "            pass\n"
+    )
+    (site.folder / "job.sh").write_text(f"#!/bin/bash\ncd {site.folder}\nexec toolkit exec -- python fill.py\n")
+    site.give(site.folder)
+    site.sbatch("--nodes=1", "--ntasks=1", str(site.folder / "job.sh"))
+    assert wait_for(lambda: site.only_run().result(), START_S, "a result").state == "completed"

@@ -70,6 +70,7 @@ def take_run(context: Context) -> None:
         if key is not None:
             outages.persist(lambda: rundir.remember_job(run, key), run.path)
     outages.persist(run.clear_result, run.path)
+    run.hold_room()
 
 
 def _refuse_too_few_gpus(used: Allocation) -> None:

@@ -217,6 +217,8 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
     run, journal = context.run, context.journal
     log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
     context.note_usage(attempt, is_last=True)
+    if verdict.decision is not Decision.RESTART:
+        run.give_up_room()
     outages.persist(lambda: journal.add(attempt, verdict), run.path)
     if context.job.slurm is not None:
         registry.call("note_faults", run, attempt.nodes_at_fault(verdict.suspect))
