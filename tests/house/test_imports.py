@@ -396,6 +396,17 @@ def test_files_of_a_run_are_opened_in_one_way() -> None:
     assert [name for name in exceptions if not any(one.startswith(name) for one in found)] == []
 
 
+def test_texts_of_errors_are_cut_where_they_are_written() -> None:
+    """An exception may hold a whole tensor. All but what a rank prints into its own log goes through error_file."""
+    formats = {
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("traceback.format", "traceback.print"))
+    }
+    assert formats == {"files/error_file.py", "data/workers.py", "run/rank/script_end.py"}
+
+
 NAMES_OF_PROGRAMS = (
     "plugins/site/reservations",
     *("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site", "plugins/site/script_options"),
