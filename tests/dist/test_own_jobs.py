@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -87,9 +87,12 @@ def test_a_job_by_path_has_its_params_and_its_neighbours_on_each_rank(tmp_path: 
 def test_a_loop_has_its_params_and_shows_them_in_tensorboard(tmp_path: Path) -> None:
     run = ended(tmp_path, LOOP)
     events = EventAccumulator(str(run.tensorboard), STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
-    content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    contents = events.PluginTagToContent("hparams")
+    content = contents["_hparams_/session_start_info"]
     shown = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert shown["params.width"].number_value == 4
     assert shown["params.block.depth"].number_value == 3
     assert shown["params.scales"].string_value == "[1.0, 5.0]"
+    end = plugin_data_pb2.HParamsPluginData.FromString(contents["_hparams_/session_end_info"]).session_end_info
+    assert api_pb2.Status.Name(end.status) == "STATUS_SUCCESS"
     assert {event.value for event in events.Scalars("train/size")} == {48}

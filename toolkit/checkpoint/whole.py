@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -122,8 +122,9 @@ def export(
 
     The model's tensors get the model's own names, so that ``model.load_state_dict`` takes them; ``weights`` as in
     ``whole.model_tensors``. ``everything``: all tensors under the checkpoint's names (``model/...``, ``optim/...``),
-    and the values that are not tensors where ``form`` can hold them unpickled: not in a DCP folder. Raises
-    CorruptCheckpointError for damage, CheckpointError where there is nothing to write or it cannot be written.
+    and the values that are not tensors where ``form`` can hold them unpickled: not in a DCP folder, whose names are
+    those of torch's recipe (``model.<name>``, ``optim.state.<parameter>.<slot>``). Raises CorruptCheckpointError for
+    damage, CheckpointError where there is nothing to write or it cannot be written.
     """
     chosen, records = model_tensors(manifest.tensors, weights)
     if everything:
@@ -192,12 +193,27 @@ def _write_dcp(path: Path, content: _Content) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    found = content.tensors()
+    found: dict[str, Any] = dict(content.tensors())
+    if content.about["weights"] == "all":
+        found = _nested(found)
     try:
         with warnings.catch_warnings(action="ignore"):  # about the missing process group
             save(found, storage_writer=FileSystemWriter(fsio.make_dir(path)))
     except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error)) from None
+
+
+def _nested(found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the tensors as torch's `get_state_dict` nests them: ``optim/<parameter>/<slot>`` is in optim's state."""
+    nested: dict[str, Any] = {}
+    for name, tensor in found.items():
+        part, _, rest = name.partition("/")
+        inner = nested.setdefault(part, {})
+        if part == "optim" and "/" in rest:
+            parameter, _, rest = rest.rpartition("/")
+            inner = inner.setdefault("state", {}).setdefault(parameter, {})
+        inner[rest] = tensor
+    return nested
 
 
 _WRITERS: Mapping[str, Callable[[Path, _Content], None]] = {

@@ -48,6 +48,9 @@ class Sink:
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         """Log the hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
 
+    def completed(self, step: int) -> None:
+        """Mark the hyper-parameters as those of a run that has completed."""
+
     def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
         """Log a text, shown unchanged (a config, a command line), or rendered as Markdown."""
 
@@ -81,6 +84,10 @@ class FanOut(Sink):
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         for sink in self._sinks:
             sink.hparams(values, metrics)
+
+    def completed(self, step: int) -> None:
+        for sink in self._sinks:
+            sink.completed(step)
 
     def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
         for sink in self._sinks:
@@ -295,6 +302,12 @@ class TensorBoardSink(Sink):
         experiment, start, _ = self._summary.hparams(dict(values), dict.fromkeys(metrics, 0.0))
         self._add(0, experiment)
         self._add(0, start)
+        self._file.flush()
+
+    def completed(self, step: int) -> None:
+        """Write the session's end, without which TensorBoard's HPARAMS page says STATUS_UNKNOWN."""
+        _, _, end = self._summary.hparams({}, {})
+        self._add(step, end)
         self._file.flush()
 
     def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:

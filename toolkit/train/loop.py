@@ -144,6 +144,7 @@ class Trainer:
                     self._life.keep_best()
                 self._end_epoch()
             self._train(None if loaded is None else loaded.meta)
+            self._life.sink.completed(self._step)
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self._step * self._loader.global_batch_size
         result = Result(self._step, self._epochs(self._step), samples, dict(self._life.metrics))

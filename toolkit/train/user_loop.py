@@ -407,6 +407,7 @@ class TrainingRun(UserSteps):
         if not life.step:
             raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
         self._save_the_end()
+        self._complete(life)
         self._stack.close()
         result = {"step": life.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(life.metrics)}
         life.finish(result)

@@ -105,10 +105,18 @@ class UserSteps:
             log.warning("checkpoint.keep_best is for jobs with an evaluate(): of this loop the newest checkpoints stay")
         if loaded is None:
             self._life.sink.text("config", dump_config(self.config))
-            if values := config_hparams(self.config) | swept_hparams(self._session.run_dir):
+            if values := self._hparams():
                 self._life.sink.hparams(values)
         self._life.begin()
         return loaded
+
+    def _hparams(self) -> dict[str, bool | int | float | str]:
+        return config_hparams(self.config) | swept_hparams(self._session.run_dir)
+
+    def _complete(self, life: Lifecycle) -> None:
+        """Mark the run as completed in TensorBoard, where it has hyper-parameters to show."""
+        if self._hparams():
+            life.sink.completed(life.step)
 
     def _end_step(self, *, may_save: bool = True) -> None:
         """Count the step in progress, if any, and do what is due after it.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServerAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
@@ -102,12 +102,15 @@ def test_hparams_text_and_images_are_in_the_one_run_and_not_repeated_on_resume(t
         sink.text("config", "name: *digits*\nseed: 0")
         sink.images("samples", torch.rand(10, 1, 8, 8))
         sink.scalars(purge_step, {"eval/accuracy": 0.9})
+        sink.completed(30)
         sink.close()
     accumulator = seen_by_tensorboard(tmp_path)
     contents = accumulator.PluginTagToContent("hparams")
     start = plugin_data_pb2.HParamsPluginData.FromString(contents["_hparams_/session_start_info"])
     assert start.session_start_info.hparams["optim.lr"].number_value == pytest.approx(0.1)
     assert start.session_start_info.hparams["model.name"].string_value == "mlp"
+    end = plugin_data_pb2.HParamsPluginData.FromString(contents["_hparams_/session_end_info"])
+    assert api_pb2.Status.Name(end.session_end_info.status) == "STATUS_SUCCESS"
     experiment = plugin_data_pb2.HParamsPluginData.FromString(contents["_hparams_/experiment"])
     assert [metric.name.tag for metric in experiment.experiment.metric_infos] == ["eval/accuracy"]
     text = accumulator.Tensors("config/text_summary")

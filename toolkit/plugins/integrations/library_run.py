@@ -115,6 +115,7 @@ class LibraryRun(TrainingRun):
         life = self._opened(self._library)
         self._is_finished = True
         self._session.gate.close()
+        self._complete(life)
         life.finish({"step": life.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(life.metrics)})
 
     # ---------------------------------------------------------------------------- what differs from a loop of one's own
