@@ -42,6 +42,11 @@ def test_a_run_is_found_by_id_prefix_name_and_path(runs: list[rundir.RunDir], tm
     assert rundir.find("aaaa0001", tmp_path) == runs[1]  # as narrow tables write it
     assert rundir.find("digits", tmp_path) == runs[1]
     assert rundir.find(str(runs[0].path)) == runs[0]
+    # That of a script with TOOLKIT_RUN_DIR, by any name.
+    elsewhere = rundir.RunDir(tmp_path / "elsewhere" / "mine")
+    elsewhere.path.mkdir(parents=True)
+    (elsewhere.path / "owner.json").write_text("{}")
+    assert rundir.find(str(elsewhere.path)) == elsewhere
     assert rundir.find(f"digits/{runs[0].id}", tmp_path) == runs[0]
 
 

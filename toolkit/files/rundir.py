@@ -420,7 +420,8 @@ def find(text: str, root: Path | None = None) -> RunDir:
     if not text:
         raise RunNotFoundError("the name of a run is empty; is a variable of your shell unset?")
     path = Path(text)
-    if (path / "config.yaml").is_file():
+    # A script under torchrun with TOOLKIT_RUN_DIR has a folder of any name, and no config.
+    if any((path / name).is_file() for name in ("config.yaml", "owner.json")):
         return RunDir(path.absolute())
     runs = all_runs(root)
     by_id = [run for run in runs if run.id.startswith(text) or text in (run.id[-8:], f"{run.name}/{run.id}")]

@@ -203,6 +203,19 @@ def advice_about(loader: Any) -> str:
     )
 
 
+def warning_about(loader: Any) -> str:
+    """Return what a resume cannot repeat of this loader; "" where it can."""
+    if advice := advice_about(loader):
+        return f"a resume reads earlier batches again{advice}"
+    inner = inner_of(loader)
+    if getattr(inner, "num_workers", 0) > 1 and not getattr(inner, "in_order", True):
+        return (
+            "with in_order=False batches come in the order in which workers are done. A resume within an epoch has "
+            "another one, and may repeat and leave out samples of the epoch"
+        )
+    return ""
+
+
 #: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
 PARTS = ("sampler", "batch_sampler", "dataset")
 

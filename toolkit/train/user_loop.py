@@ -41,7 +41,17 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP
 from toolkit.run.rank.main import joined
 from toolkit.train.checkpoints import USER_LOOP, Checkpoints
-from toolkit.train.feed import PARTS, ROUNDS, Feed, IterableFeed, LoaderFeed, advice_about, inner_of, seeder
+from toolkit.train.feed import (
+    PARTS,
+    ROUNDS,
+    Feed,
+    IterableFeed,
+    LoaderFeed,
+    advice_about,
+    inner_of,
+    seeder,
+    warning_about,
+)
 from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
 from toolkit.train.loss_windows import gather_json, means_by_tag
 from toolkit.train.seeds import reseed
@@ -92,7 +102,7 @@ class TrainingRun(UserSteps):
         self._seed = seeder(config.train.seed, session.rank)
         self._loader: Loader | None = None
         self._feeds: dict[int, IterableFeed] = {}
-        self._has_warned = False  #: of a loader that can be gone through once
+        self._has_warned = False  #: of a loader that a resume cannot repeat
         self._called = 0  #: calls of run.steps in this attempt, of the epoch if there is one
         self._last: object = None  #: the loader of the last one
         self._turn = self._turn_from = 0  #: the number of the last one, and the step at which it began
@@ -437,9 +447,9 @@ class TrainingRun(UserSteps):
         if feed is None:
             self._refuse_a_part(inner_of(loader))
             origins = None if self._state is None else self._state.origins
-            if (advice := advice_about(loader)) and self._session.is_main and not self._has_warned:
+            if (warning := warning_about(loader)) and self._session.is_main and not self._has_warned:
                 self._has_warned = True
-                log.warning("run.steps: a resume reads earlier batches again%s", advice)
+                log.warning("run.steps: %s", warning)
             is_there = self._state is not None and self._state.has_filled(inner_of(loader))
             feed = IterableFeed(loader, self._seed, self.world_size, is_there=is_there, origins=origins)
         # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.

@@ -307,6 +307,17 @@ def test_the_page_shows_the_last_lines_of_an_unknown_cause(run: RunDir, capsys: 
     assert document(run, capsys)["diagnosis"] is None
 
 
+def test_no_page_calls_the_cause_of_a_kill_in_a_stop_unknown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = {"rank": 1, "host": "node1", "how": "killed by SIGKILL"}
+    run.add_attempt(attempt(1, "stopped", "stop", first_failure=failure, step_start=None))
+    run.write_result(RunResult.from_json({"state": "stopped", "attempts": 1, "metrics": {}, "why": "stopped"}))
+    fsio.make_dir(run.attempt_logs(1))
+    run.rank_log(1, 1).write_text("step 1 loss 2.0\nsaving\n")
+    lines = page(run, capsys)
+    assert not any("not known" in line for line in lines)
+    assert lines[lines.index("  its last lines:") + 2] == "    saving"
+
+
 def test_a_page_promises_no_checkpoint_that_there_is_not(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     crashed(run)
     assert page(run, capsys)[-1].startswith("next: mend the cause, then")

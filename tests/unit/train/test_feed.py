@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
 from toolkit.ranks.batch import Share
-from toolkit.train.feed import IterableFeed, LoaderFeed, seeder
+from toolkit.train.feed import IterableFeed, LoaderFeed, seeder, warning_about
 from toolkit.train.user_loop import MAX_FEEDS, TrainingRun
 from toolkit.train.user_steps import UserSteps
 
@@ -46,6 +46,16 @@ def test_workers_that_persist_draw_in_each_epoch_what_new_ones_draw() -> None:
     resumed = feed_of_workers()
     last = EPOCHS - 1
     assert torch.equal(torch.stack([*resumed.epoch(last, 1, last * BATCHES + 1)]), epochs[last][1:])
+
+
+def test_a_loader_whose_batches_come_in_any_order_is_named() -> None:
+    def loader(workers: int, in_order: bool) -> Any:
+        return DataLoader(Noise(), 2, num_workers=workers, in_order=in_order)
+
+    assert "in_order=False" in warning_about(loader(2, False))
+    assert "in_order=False" in warning_about(SimpleNamespace(iterable=loader(2, False)))  # tqdm(loader)
+    assert not warning_about(loader(1, False))
+    assert not warning_about(loader(2, True))
 
 
 NUMBERS = np.random.default_rng(4)

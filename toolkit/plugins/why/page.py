@@ -87,7 +87,11 @@ def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | Non
         return [*cause.lines(diagnosis), ""]
     if failure is None or failure["traceback"]:
         return []
-    return [*cause.unknown_lines(failure["log"], cause.last_lines_of(Path(failure["log"]))), ""]
+    last = cause.last_lines_of(Path(failure["log"]))
+    # A signal is the cause that was named above.
+    if failure["how"].startswith("killed by "):
+        return ["  its last lines:", *(f"    {line}" for line in last), ""] if last else []
+    return [*cause.unknown_lines(failure["log"], last), ""]
 
 
 _HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
