@@ -43,7 +43,10 @@ def start(name: str | None = None) -> StartedRun:
     """
     # The session opens the process group itself, on the backend and with the timeout of the config.
     if dist.is_initialized():
-        raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
+        raise ConfigError(
+            "toolkit.start: there is a process group already: take out init_process_group(), "
+            "or the function of a library that calls it"
+        )
     config = join_once("toolkit.start", name)
     cluster = config.cluster
     with ExitStack() as stack:
