@@ -299,6 +299,15 @@ def test_a_loop_that_ends_before_the_steps_asked_for_is_struck_within(tmp_path: 
     assert [resume["place"] for resume in report["resumed"]] == [FIRST_EPOCH]
 
 
+def test_what_a_script_leaves_in_its_project_does_not_count_as_sources_of_the_second_run(tmp_path: Path) -> None:
+    """As scripts do that write their own checkpoints into the current folder."""
+    leaves = "    with open('own.pt', 'wb') as own:\n        own.truncate(201 * 2**20)\n"
+    (tmp_path / "train.py").write_text(SHORT_LOOP + leaves)
+    done = command(tmp_path / "runs", "train.py", "--json", project=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == IDENTICAL
+
+
 def test_a_resume_that_has_a_run_fail_is_told_as_different(tmp_path: Path) -> None:
     """The script forgets a count, and fails of it two steps after the resume."""
     count, ends = (

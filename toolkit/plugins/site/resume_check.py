@@ -93,7 +93,7 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     retries = 0 if plan.then_ranks is not None else max(loaded.retry.max_failures, len(strikes))
     common += [f"retry.max_failures={retries}", f"retry.no_progress_attempts={len(strikes) + 2}"]
     common.append(f"name={loaded.name}-disturbed")
-    disturbed = _disturb(config, common, plan, brief, executor)
+    disturbed = _disturb(config, common, plan, brief, executor, undisturbed)
     try:
         return compare(undisturbed, _completed(disturbed), plan)
     except JobFailedError as error:
@@ -155,13 +155,15 @@ def choose_strikes(
     return strikes
 
 
-def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str) -> Run:
+def _disturb(
+    config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str, like: RunDir
+) -> Run:
     """Run the config with the interruptions.
 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
     """
     with _brief(brief):
-        run = submit(config, overrides, executor=executor)
+        run = submit(config, overrides, executor=executor, like=like)
         for attempt in range(1, len(plan.struck) + 1):
             ended = run.wait()
             if ended["state"] not in (RunState.STOPPED, RunState.FAILED) or len(run.dir.attempts()) != attempt:

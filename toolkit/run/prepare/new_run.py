@@ -73,8 +73,8 @@ def within(project: Path, source: Path) -> str | None:
     return None
 
 
-def new_run(config: JobConfig, project: Path | None) -> RunDir:
-    """Make a run of ``config`` with a copy of the sources in ``project``.
+def new_run(config: JobConfig, project: Path | None, like: RunDir | None = None) -> RunDir:
+    """Make a run of ``config`` with a copy of the sources in ``project``, or with those that the run ``like`` has.
 
     A foreign script is not copied: it runs where it lies. Raises RequestError where no job could use the folder's path.
     """
@@ -83,6 +83,8 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     run = rundir.create(config.name)
     try:
         if project is not None and config.job != configs.FOREIGN_JOB:
+            if like is not None:
+                shutil.copytree(like.path / rundir.COPIES, run.path / rundir.COPIES, symlinks=True)
             snapshot.take_first(project, run.path)
         else:
             snapshot.note_folder(run)

@@ -44,6 +44,7 @@ def submit(
     executor: str = "auto",
     project: str | Path = ".",
     after: str | Sequence[str] = (),
+    like: RunDir | None = None,
 ) -> Run:
     """Submit ``config``, or a script (``train.py``); return at once.
 
@@ -54,7 +55,8 @@ def submit(
     ``args`` are the script's own arguments, such as ``["--epochs", 3]``: what its ``sys.argv`` is to hold.
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
     breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. ``after``: runs and sweeps that must have
-    completed before it starts. Raises ConfigError or RequestError before anything is created::
+    completed before it starts. ``like``: a run whose copy of the sources this one gets, whatever its script has written
+    into the project since. Raises ConfigError or RequestError before anything is created::
 
         >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=3"], executor="local")
         >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
@@ -64,7 +66,7 @@ def submit(
     chosen = choose_executor(executor)
     waits_for = awaited(after, chosen)
     loaded = _checked(config, _with_arguments(overrides, args), folder, chosen, waits_for)
-    return _send_new(new_run(loaded, folder), loaded, chosen, waits_for, began_s)
+    return _send_new(new_run(loaded, folder, like), loaded, chosen, waits_for, began_s)
 
 
 def dry_run(
