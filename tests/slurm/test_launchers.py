@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from tests.slurm.conftest import BoxFactory, visit
 from tests.slurm.site import END_S, START_S, Site, attempts_of
 from tests.waiting import wait_for
 
@@ -99,6 +100,34 @@ def test_a_script_saves_in_the_time_that_there_is(site: Site, start: str, leader
     assert not (site.folder / "next").exists()
     is_told_twice = not site.box.spec.strict and end in ("grace", "no grace")  # by Slurm, which signals all, and by uv
     assert told.read_text() == "15\n" or is_told_twice
+
+
+@pytest.fixture
+def strict_site(make_box: BoxFactory, request: pytest.FixtureRequest) -> Iterator[Site]:
+    yield from visit(make_box(profile="strict"), request)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("start", ["batch script", "no exec", "wrap"])
+def test_a_script_saves_also_where_the_supervisor_dies_with_its_shell(strict_site: Site, start: str) -> None:
+    """Slurm's SIGTERM ends the shell, and with proctrack/cgroup Slurm then kills what is left of the batch step."""
+    site = strict_site
+    (site.folder / "save.py").write_text(SAVES)
+    site.give(site.folder)
+    options = ("--nodes=1", "--ntasks=1", "--nodelist=node2", "--partition=cancel")
+    STARTS[start](site, "toolkit exec --name=cell -- python save.py", *options)
+    wait_for(lambda: list(site.folder.glob("up-*")), START_S, "the script")
+    is_left = start == "batch script"
+    site.preempt()
+    wait_for((site.folder / "told").exists, END_S, "the signal")
+
+    def supervisors() -> list[str]:
+        return [words for _, words in site.box.processes("node2") if "toolkit exec" in words]
+
+    wait_for(lambda: is_left or not supervisors(), START_S, "the end of the supervisor")
+    (site.folder / "go").touch()
+    wait_for((site.folder / "saved").exists, START_S, "what it saves")
+    assert bool(supervisors()) is is_left
 
 
 @pytest.mark.sample(1)

@@ -85,6 +85,7 @@ class Processes:
         self._imports = imports  #: None once its modules have spoiled a zygote
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
+        self._is_ending = False  #: Slurm has asked all to end
         self._zygote: ZygoteClient | None = None
         self._is_wanted = False  #: a zygote for ranks, as soon as nothing is held
         self.copies: dict[str, str] = {}  #: that processes are started with, see toolkit.base.staged
@@ -299,6 +300,7 @@ class Processes:
                     log.info("rank %d gets %s, which Slurm has sent", child.rank, number.name)
                     _ask(pid, child, number)
             if number is signal.SIGTERM:
+                self._is_ending = True
                 self._send({"is": "signalled"})
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
@@ -321,13 +323,19 @@ class Processes:
                 _signal_session(pid, number)
 
     def end_attempt(self) -> None:
-        """Kill all processes, and start none that waits. The zygote and the ranks' memory files stay."""
+        """Kill all processes, and start none that waits. The zygote and the ranks' memory files stay.
+
+        Where Slurm is ending the job, a shell around the supervisor dies first, and the supervisor with it. Ranks that
+        were asked to end then have the time that Slurm leaves them: they may be saving.
+        """
         self._waiting.clear()
         for pid, child in self._children.items():
-            _kill(pid, child)
+            if not (self._is_ending and child.rank is not None and child.asked):
+                _kill(pid, child)
 
     def end_all(self) -> None:
         """Kill all processes, and the zygote."""
+        self._is_ending = False
         self.end_attempt()
         if self._zygote is not None:
             self._zygote.end()
