@@ -192,6 +192,20 @@ class Noise(nn.Module):
         steps="zip(run.steps(loader), itertools.cycle(torch.utils.data.DataLoader(data, batch_size=3)))",
         first="(x, y), (more, _) = batch\nx = x + 0.1 * more[:1]",  # larger steps diverge after some resumes
     ),
+    "an iterator of the loop": Script(
+        setup="endless = itertools.cycle(torch.utils.data.DataLoader(data, batch_size=4))", first="x, y = next(endless)"
+    ),
+    "two batches a step, of a generator": Script(
+        IDENTICAL,
+        before="""
+def pairs(loader):
+    batches = iter(loader)
+    for first in batches:
+        yield first, next(batches)
+""",
+        steps="run.steps(pairs(loader))",
+        first="(x, y), (more, _) = batch\nx = x + 0.1 * more",
+    ),
     "a loader that counts its epochs": Script(
         before="""
 class Counting:

@@ -149,7 +149,8 @@ def _explained(report: CheckReport) -> list[str]:
     # A difference before a resume is not the resume's fault: say what else it may be.
     if report.broken is None:
         return [
-            "that is before a resume: the training draws from something that follows no seed, or an operation does "
+            "that is before a resume: the training draws from something that follows no seed, reads what the first "
+            "run has written (such as a checkpoint of the script's own, found in its folder), or an operation does "
             "not give the same bits each time (train.deterministic: true refuses those)"
         ]
     resume, held = report.resumed[report.broken], report.resumed[: report.broken]
@@ -162,6 +163,6 @@ def _explained(report: CheckReport) -> list[str]:
             "epoch before (docs/loop.md)"
         ]
     return [
-        text + "such as an optimizer or another variable not handed to run.resumable, or a batch drawn before the loop "
-        "or by the step before (docs/loop.md)"
+        text + "such as an optimizer or another variable not handed to run.resumable, an iterator that the loop draws "
+        "from by next(), or a batch drawn before the loop or by the step before (docs/loop.md)"
     ]
