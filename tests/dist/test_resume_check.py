@@ -325,6 +325,30 @@ def test_a_resume_that_has_a_run_fail_is_told_as_different(tmp_path: Path) -> No
     assert len(all_runs(tmp_path / "runs")) == 2
 
 
+def test_a_script_that_loads_its_own_checkpoint_is_told_that_it_reads_the_first_run(tmp_path: Path) -> None:
+    loads = "        model.load_state_dict(torch.load('last.pt'))\n    run.resumable"
+    (tmp_path / "train.py").write_text(
+        "import os\n"
+        + SHORT_LOOP.replace("    run.resumable", f"    if os.path.exists('last.pt'):\n{loads}")
+        + "    torch.save(model.state_dict(), 'last.pt')\n"
+    )
+    done = command(tmp_path / "runs", "train.py", project=tmp_path)
+    assert done.returncode == 1, done.stderr
+    words = " ".join(done.stdout.split())
+    assert "DIFFERENT from step 0 on" in words
+    assert "such as a checkpoint of the script's own" in words
+
+
+def test_a_run_that_fails_by_itself_is_not_resumed(tmp_path: Path) -> None:
+    before = "from pathlib import Path\nif Path('last').exists():\n    import no_such_module\n"
+    (tmp_path / "train.py").write_text(before + SHORT_LOOP + "    Path('last').touch()\n")
+    done = command(tmp_path / "runs", "train.py", project=tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "no_such_module" in done.stderr
+    (disturbed,) = (run for run in all_runs(tmp_path / "runs") if "-disturbed" in str(run.path))
+    assert len(disturbed.attempts()) == 1
+
+
 def test_a_step_after_the_end_of_a_loop_is_refused_with_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHORT_LOOP)
     done = command(tmp_path / "runs", "train.py", "--at", "20", project=tmp_path)

@@ -162,11 +162,12 @@ def _disturb(
 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
     """
+    interrupted = RunState.STOPPED if plan.then_ranks is None else RunState.FAILED
     with _brief(brief):
         run = submit(config, overrides, executor=executor, like=like)
         for attempt in range(1, len(plan.struck) + 1):
             ended = run.wait()
-            if ended["state"] not in (RunState.STOPPED, RunState.FAILED) or len(run.dir.attempts()) != attempt:
+            if ended["state"] != interrupted or len(run.dir.attempts()) != attempt:
                 break
             if plan.then_ranks is not None and attempt == 1:
                 changed = configs.load_config(run.dir.config, site=False)
