@@ -37,9 +37,17 @@ class Table:
     """Rows of texts below a head, in lines of at most ``width`` characters; without a width as long as they are.
 
     Where that is too little room, columns without any text go first, then those in ``drop``, then the ends of texts.
+    With ``is_named`` those of the first column stay: they are names.
     """
 
-    def __init__(self, rows: Sequence[Sequence[str]], width: int | None = None, drop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sequence[str]],
+        width: int | None = None,
+        drop: Sequence[str] = (),
+        *,
+        is_named: bool = False,
+    ) -> None:
         columns = [[_one_line(text) for text in column] for column in zip(*rows, strict=True)]
         wants = [max(map(len, column)) if "".join(column).isascii() else max(map(_width, column)) for column in columns]
         kept = [*range(len(columns))]
@@ -50,7 +58,7 @@ class Table:
                     break
                 kept = [number for number in kept if columns[number][0] != name]
         columns, wants = [columns[number] for number in kept], [wants[number] for number in kept]
-        widths = wants if width is None else _shares(wants, width)
+        widths = wants if width is None else _shares(wants, width, wants[0] if is_named else 0)
         #: True if something is left out or cut.
         self.is_cut = len(kept) < len(rows[0]) or widths != wants
         cells = [[_padded(text, most) for text in column] for column, most in zip(columns, widths, strict=True)]
@@ -91,12 +99,14 @@ def _one_line(text: str) -> str:
     return text if text.isprintable() and "  " not in text else terminal.visible(" ".join(text.split()))
 
 
-def _shares(widths: Sequence[int], width: int) -> list[int]:
-    """Return how wide the columns may be. The widest gives way first."""
+def _shares(widths: Sequence[int], width: int, first: int) -> list[int]:
+    """Return how wide the columns may be, the first one at least ``first``. The widest gives way first."""
     left, most = width - len(_GAP) * (len(widths) - 1), max(widths)
-    while sum(min(each, most) for each in widths) > left and most > 4:
+    shares = [*widths]
+    while sum(shares) > left and most > 4:
         most -= 1
-    return [min(each, most) for each in widths]
+        shares = [max(first, min(widths[0], most)), *(min(each, most) for each in widths[1:])]
+    return shares
 
 
 def _width(text: str) -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from toolkit.base.durations import in_units
-from toolkit.files.run_files import RunProgress, Start
+from toolkit.files.run_files import AttemptRecord, RunProgress, Start
 from toolkit.files.rundir import RunDir
 
 #: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.goodput`.
@@ -30,6 +30,8 @@ WORDS = {
     "idle": "idle",
 }
 
+#: Decisions after which a run goes on only if its user resumes it.
+_ENDS_RUN = ("finish", "give_up")
 #: Seconds of each of PARTS.
 Ledger: TypeAlias = dict[str, float]
 
@@ -65,10 +67,20 @@ def gained_s(progress: RunProgress, saved: int, saved_before: int) -> float:
     return sum(progress.spent.values()) * gained / (last - first)
 
 
+def away_s(attempts: Sequence[AttemptRecord], resumed: float | None = None) -> float:
+    """Return the seconds in which the run had ended and waited for its user, who has resumed it.
+
+    ``resumed`` is when the attempt without a line was submitted, None without one.
+    """
+    began = [*(line.begun for line in attempts[1:]), resumed]
+    gaps = [(line.ended, then) for line, then in zip(attempts, began, strict=False) if line.decision in _ENDS_RUN]
+    return sum(max(0.0, then - ended) for ended, then in gaps if then is not None)
+
+
 def of_run(attempts: Sequence[Mapping[str, float]], submitted: float, now: float) -> Ledger:
     """Return the whole run's ledger from ``submitted`` to ``now``, by those of its attempts.
 
-    A ledger is empty where nothing is known.
+    A ledger is empty where nothing is known. Take :func:`away_s` from ``now``: that time is not the run's.
     """
     return _fitted({part: sum(ledger.get(part, 0.0) for ledger in attempts) for part in PARTS}, now - submitted)
 
@@ -102,14 +114,16 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] |
         return dict(result.goodput)
     lines, status = run.attempts(damage), run.status(damage)
     parts = [(line.begun, line.goodput, line.ended) for line in lines]
+    away = away_s(lines)
     # The attempt that runs now has no line yet: take it from the status.
     is_new = all(line.attempt != status.attempt for line in lines)
     if is_new and status.goodput and status.started is not None and status.updated is not None:
         parts.append((status.submitted or status.started, status.goodput, status.updated))
+        away = away_s(lines, parts[-1][0])
     ledgers = [ledger for _, ledger, _ in parts]
     if not any(ledgers):
         return None
-    return as_json(of_run(ledgers, parts[0][0], parts[-1][2]))
+    return as_json(of_run(ledgers, parts[0][0], parts[-1][2] - away))
 
 
 def sentence(ledger: Mapping[str, float] | None) -> str:

@@ -70,6 +70,12 @@ def test_damaged_keys_in_the_cache_are_read_again(content: str) -> None:
     assert completion._keys() == expected
 
 
+def test_behind_a_verb_of_sweep_come_the_sweeps(runs: None, tmp_path: Path) -> None:
+    (tmp_path / "runs/.sweeps/grid").mkdir(parents=True)
+    assert completion.complete("toolkit sweep status ") == ["grid"]
+    assert "optim.lr=" in completion.complete("toolkit sweep mine.yaml opt")
+
+
 def in_bash(line: str, tmp_path: Path) -> list[str]:
     """Return what the script sets COMPREPLY to when bash calls it. bash divides the line into words in its own way."""
     program = tmp_path / "bin/toolkit"

@@ -37,6 +37,14 @@ def test_without_a_width_everything_is_there_in_one_line_a_row() -> None:
     assert table.lines[1].endswith("a long story of two lines " + "x" * 60)
 
 
+def test_names_in_the_first_column_are_not_cut() -> None:
+    name = "train/data_wait_fraction"
+    rows = [("", "FIRST", "SECOND"), (name, "0.123456789012345", "a text that is longer than the name")]
+    assert name not in str(Table(rows, 50))
+    assert all(len(line) <= 50 for line in Table(rows, 50, is_named=True).lines)
+    assert name in str(Table(rows, 50, is_named=True))
+
+
 def test_a_column_without_a_text_takes_no_room() -> None:
     assert Table([("RUN", "LOSS", "STATE"), ("a", "", "queued")], 80).lines == ["RUN  STATE", "a    queued"]
     assert Table([("RUN", "LOSS")], 80).lines == ["RUN  LOSS"]

@@ -91,6 +91,17 @@ def test_the_parts_of_a_run_sum_to_its_time_whatever_of_it_was_written_down(
     assert ledger["idle"] == pytest.approx(max(0.0, now - SUBMITTED - known), abs=0.1)
 
 
+def test_the_time_before_a_user_resumed_an_ended_run_is_not_the_runs() -> None:
+    def line(number: int, submitted: float, ended: float, decision: str) -> AttemptRecord:
+        return AttemptRecord(number, ("node1",), submitted + 1, ended, "crashed", decision, submitted=submitted)
+
+    lines = [line(1, 5, 10, "requeue"), line(2, 15, 20, "give_up"), line(3, 3620, 3650, "finish")]
+    assert goodput.away_s(lines) == 3600
+    assert goodput.away_s(lines[:2], 50) == 30
+    assert goodput.away_s(lines[:2]) == 0
+    assert goodput.away_s([]) == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(STEPS, st.integers(0, 60), STEPS, st.floats(0.01, 9.0), st.floats(0.0, 9.0))
 def test_replay_is_the_time_of_the_steps_that_were_made_again(

@@ -109,6 +109,9 @@ def _offered(words: Sequence[str]) -> Iterable[str]:
     places = [action for action in parser._actions if not action.option_strings]
     if not places:
         return ()
+    # `sweep status NAME`: what is no file is a verb, and the name of a sweep follows.
+    if words[0] == "sweep" and given and "." not in given[0] and "/" not in given[0]:
+        return _sweeps()
     # The last argument may be repeated: it takes all further words.
     return _values(places[min(len(given), len(places) - 1)], words)
 
@@ -145,6 +148,12 @@ def _runs(begun: str) -> list[str]:
     names = [name for name in _listed(root) if not name.startswith(".")]
     ids = sorted((run for name in names for run in _listed(root / name) if run.startswith(begun)), reverse=True)
     return [*names, *ids[:MOST_RUNS]]
+
+
+def _sweeps() -> list[str]:
+    from toolkit.files import rundir
+
+    return _listed(rundir.runs_root() / rundir.SWEEPS)
 
 
 def _listed(folder: Path) -> list[str]:

@@ -107,7 +107,7 @@ def page(found: Mapping[str, Any], width: int | None = None) -> str:
     for title in ("outcome", "config", "environment", "results"):
         rows = [(f"  {name}", *map(_text, values)) for name, values in found[title].items()]
         same = f"{title}: no difference"
-        parts.append(f"{title}:\n{Table([('  ', 'FIRST', 'SECOND'), *rows], width)}" if rows else same)
+        parts.append(f"{title}:\n{Table([('  ', 'FIRST', 'SECOND'), *rows], width, is_named=True)}" if rows else same)
     # A difference is taken at a common step only: the last values may be of different steps.
     rows = [("  ", "FIRST", "SECOND", "AT STEP", "FIRST", "SECOND", "DIFFERENCE")]
     for tag, curve in found["curves"].items():
@@ -115,7 +115,7 @@ def page(found: Mapping[str, Any], width: int | None = None) -> str:
         values = ("-", "-", "-") if at is None else (*map(_text, at), _text(at[1] - at[0]))
         rows.append((f"  {tag}", *map(_text, curve["last"]), _text(curve["common_step"]), *values))
     title = "curves, the last values and those at the last step that both have"
-    parts.append(f"{title}:\n{Table(rows, width)}" if found["curves"] else "curves: none")
+    parts.append(f"{title}:\n{Table(rows, width, is_named=True)}" if found["curves"] else "curves: none")
     sources = found["sources"]
     names = [f"  only in the {which}: {name}" for which in ("first", "second") for name in sources[f"only_{which}"]]
     diff = sources["diff"].splitlines()

@@ -181,7 +181,7 @@ class Journal:
         more: dict[str, Any] = {"wall_s": round(now - lines[0].started, 3)}
         ledgers = [line.goodput for line in lines]
         if any(ledgers):
-            more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now))
+            more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now - goodput.away_s(lines)))
         if used := registry.call("efficiency", self._run.usage(), lines, state is RunState.COMPLETED):
             more["efficiency"] = used
         self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
