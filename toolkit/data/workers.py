@@ -144,7 +144,10 @@ class PartReader(ABC):
         try:
             return self.load(part)
         except JobFailedError as error:
-            return JobFailedError(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
+            # A note, and not the text: that is shown in one line.
+            told = JobFailedError(str(error))
+            told.add_note(f"In the data worker:\n{traceback.format_exc()}")
+            return told
 
 
 class SampleReader(PartReader):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from torch.utils.data import Dataset
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, JobCodeError, JobFailedError, ToolkitError
+from toolkit.data.sampler import BatchPart
+from toolkit.data.workers import SampleReader
 from toolkit.files import error_file, rundir
 from toolkit.run.attempt.error_files import read_error_file
 from toolkit.run.attempt.facts import RankFailure
@@ -33,6 +38,32 @@ def reported(run: rundir.RunDir, error: BaseException) -> RankFailure:
     except type(error) as raised:
         error_file.write(raised, 0)
     return read_error_file(run.error_file(1, 0))
+
+
+def test_an_error_of_a_data_worker_is_short_and_its_traceback_is_kept(run: rundir.RunDir) -> None:
+    """torch gives the worker's traceback as the text; ours is a note."""
+    frames = '  File "train.py", line 4, in __getitem__\n    raise ValueError("odd")\n' * 50
+    torchs = f"Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{frames}"
+    failure = reported(run, RuntimeError(f"{torchs}ValueError: odd\n"))
+    assert failure.how == "RuntimeError: Caught ValueError in DataLoader worker process 0. ValueError: odd"
+    assert "line 4, in __getitem__" in failure.traceback
+
+
+def test_an_error_of_our_data_worker_has_its_traceback_as_a_note(run: rundir.RunDir) -> None:
+    class Odd(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            raise ValueError("odd")
+
+    error = SampleReader(Odd(), 0)[BatchPart(np.array([2]), 0, 1)]
+    assert isinstance(error, JobFailedError)
+    failure = reported(run, pickle.loads(pickle.dumps(error)))
+    assert "\n" not in failure.how
+    assert failure.how.endswith("cannot be loaded: ValueError: odd")
+    assert "In the data worker:" in failure.traceback
+    assert "in __getitem__" in failure.traceback
 
 
 @pytest.mark.parametrize(

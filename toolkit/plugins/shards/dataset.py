@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.base.errors import ConfigError, nearest
+from toolkit.base.errors import ConfigError, JobCodeError, nearest
 from toolkit.config import catalog
 from toolkit.data.permutation import Indices
 from toolkit.data.sampler import BatchPart, Order
@@ -81,7 +81,11 @@ class ShardedData:
             groups.append(places)
 
         self._each_block(indices, take)
-        return {name: _joined(name, [piece[name] for piece in pieces], groups) for name in self.columns}
+
+        def describe(place: int) -> str:
+            return self.describe(int(indices[place]))
+
+        return {name: _joined(name, [piece[name] for piece in pieces], groups, describe) for name in self.columns}
 
     def _each_block(self, indices: Indices, take: Callable[[OpenBlock, Indices, Indices], None]) -> None:
         """Call ``take(block, numbers, places)`` for each block with samples ``indices`` (n,).
@@ -186,8 +190,11 @@ def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] 
     return columns
 
 
-def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
-    """Return one column of a batch from the parts that blocks gave. Group i says where the samples of part i go."""
+def _joined(name: str, pieces: list[Any], groups: list[Indices], describe: Callable[[int], str]) -> Any:
+    """Return one column of a batch from the parts that blocks gave. Group i says where the samples of part i go.
+
+    Raises JobCodeError for a null among numbers, with its file and row, which ``describe`` tells of a place.
+    """
     size = sum(map(len, groups))
     # Arrays of one type and shape are joined at once, all others value by value.
     kinds = {(piece.dtype, piece.shape[1:]) if isinstance(piece, np.ndarray) else None for piece in pieces}
@@ -203,4 +210,12 @@ def _joined(name: str, pieces: list[Any], groups: list[Indices]) -> Any:
             values[place] = value
     if {*map(type, values)} <= {str, bytes}:
         return values
-    return stacked([{name: value} for value in values])[name]
+    try:
+        return stacked([{name: value} for value in values])[name]
+    except JobCodeError as error:
+        null = next((place for place, value in enumerate(values) if value is None), None)
+        if null is None:
+            raise
+        raise JobCodeError(
+            f"data: {describe(null)}: {name} is null, which has no place in a batch; see .map()"
+        ) from error

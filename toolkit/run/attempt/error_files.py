@@ -115,8 +115,11 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         if name in fields
     }
     how = str(fields.get("message", "no message"))
+    # torch's DataLoader gives a worker's whole traceback as the text of its error.
+    if inner_errors := [*tracebacks.raised(how)]:
+        how = f"{how.partition(chr(10))[0]} {inner_errors[-1].how}"
     if "type" in fields:
-        how = f"{fields['type']}: {fields.get('message', '')}"
+        how = f"{fields['type']}: {how if 'message' in fields else ''}"
     match = _NAME.fullmatch(path.name)
     assert match, path
     memory = any(text.search(how) for text in (_OUT_OF_MEMORY, DEVICE_OUT_OF_MEMORY))
