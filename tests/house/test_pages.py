@@ -93,7 +93,17 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
 #: Files of the user in the pages, which are not files of the project.
 USERS_FILES = {"train.py", "train.yaml", "site.yaml", "models.py", "random.py", "submitit.py", "mine.py", "base.yaml"}
 #: Functions of torch that the pages call without naming the module, and a block of a model.
-OTHERS_FUNCTIONS = {"AdamW", "abort", "block", "eval", "init_process_group", "list_keys", "new_group", "requires_grad_"}
+OTHERS_FUNCTIONS = {
+    *("DefaultLoadPlanner", "SummaryWriter", "get_state_dict"),
+    "AdamW",
+    "abort",
+    "block",
+    "eval",
+    "init_process_group",
+    "list_keys",
+    "new_group",
+    "requires_grad_",
+}
 
 
 def quoted(page: Path, pattern: str) -> list[tuple[str, ...]]:
