@@ -299,7 +299,7 @@ def test_a_loop_that_ends_before_the_steps_asked_for_is_struck_within(tmp_path: 
     assert [resume["place"] for resume in report["resumed"]] == [FIRST_EPOCH]
 
 
-def test_what_a_script_leaves_in_its_project_does_not_count_as_sources_of_the_second_run(tmp_path: Path) -> None:
+def test_what_a_script_leaves_in_its_project_is_no_source_of_the_second_run(tmp_path: Path) -> None:
     """As scripts do that write their own checkpoints into the current folder."""
     leaves = "    with open('own.pt', 'wb') as own:\n        own.truncate(201 * 2**20)\n"
     (tmp_path / "train.py").write_text(SHORT_LOOP + leaves)

@@ -28,7 +28,7 @@ from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
 from toolkit.run.prepare.new_run import load
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
-from toolkit.run.submission.submit import submit
+from toolkit.run.submission.submit import submit, submit_like
 
 #: With fewer steps no step is left after the interruption and one before it.
 FEWEST_STEPS = 3
@@ -164,7 +164,7 @@ def _disturb(
     """
     interrupted = RunState.STOPPED if plan.then_ranks is None else RunState.FAILED
     with _brief(brief):
-        run = submit(config, overrides, executor=executor, like=like)
+        run = submit_like(like, config, overrides, executor)
         for attempt in range(1, len(plan.struck) + 1):
             ended = run.wait()
             if ended["state"] != interrupted or len(run.dir.attempts()) != attempt:

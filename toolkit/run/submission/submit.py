@@ -44,7 +44,6 @@ def submit(
     executor: str = "auto",
     project: str | Path = ".",
     after: str | Sequence[str] = (),
-    like: RunDir | None = None,
 ) -> Run:
     """Submit ``config``, or a script (``train.py``); return at once.
 
@@ -55,8 +54,7 @@ def submit(
     ``args`` are the script's own arguments, such as ``["--epochs", 3]``: what its ``sys.argv`` is to hold.
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
     breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. ``after``: runs and sweeps that must have
-    completed before it starts. ``like``: a run whose copy of the sources this one gets, whatever its script has written
-    into the project since. Raises ConfigError or RequestError before anything is created::
+    completed before it starts. Raises ConfigError or RequestError before anything is created::
 
         >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=3"], executor="local")
         >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
@@ -66,7 +64,14 @@ def submit(
     chosen = choose_executor(executor)
     waits_for = awaited(after, chosen)
     loaded = _checked(config, _with_arguments(overrides, args), folder, chosen, waits_for)
-    return _send_new(new_run(loaded, folder, like), loaded, chosen, waits_for, began_s)
+    return _send_new(new_run(loaded, folder), loaded, chosen, waits_for, began_s)
+
+
+def submit_like(run: RunDir, config: str, overrides: Sequence[str], executor: str) -> Run:
+    """Submit ``config`` with the copy of the sources that ``run`` has, whatever that has written into the project."""
+    began_s, folder, chosen = time.monotonic(), Path.cwd(), choose_executor(executor)
+    loaded = _checked(config, overrides, folder, chosen, None)
+    return _send_new(new_run(loaded, folder, run), loaded, chosen, None, began_s)
 
 
 def dry_run(
