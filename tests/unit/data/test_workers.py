@@ -158,7 +158,7 @@ def test_a_sample_that_raises_in_a_worker_is_named_first() -> None:
     with running(Damaged(6, {5}), 1) as loader, pytest.raises(JobFailedError) as caught:
         loader.at(0)
     assert str(caught.value).startswith(f"sample 5 of the data set (position {position} of the run) cannot be loaded")
-    assert "in __getitem__" in str(caught.value)  # the worker's traceback is kept
+    assert "in __getitem__" in "".join(caught.value.__notes__)  # the worker's traceback is kept
 
 
 def test_a_replaced_sample_is_told_by_a_worker_with_the_batch() -> None:

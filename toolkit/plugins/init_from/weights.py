@@ -152,7 +152,9 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
             state_dict_loader.load_state_dict(into, Reader(path), no_dist=True)
     except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error).strip().split("\n")[-1]) from None
-    return into
+    # Nested, as torch's recipe and an export of everything are: by the names that a checkpoint has.
+    places = metadata.planner_data or {}
+    return {"/".join(map(str, places.get(name, (name,)))): tensor for name, tensor in into.items()}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
