@@ -66,11 +66,13 @@ def _main(words: Sequence[str]) -> int:
         shown: int | None = registry.call("shell_completion", words[1:])
         return EXIT_REQUEST if shown is None else shown
     logs.setup_for_command()
+    is_job = words[:1] in (["run"], ["supervise"])  # these run a job, whose output is its own
     # Of one command only its own module is loaded: all would take longer than most commands.
     try:
         if not words or words[0] in ("-h", "--help"):
             print(overview(groups() if words else {"the commands that one needs first": FIRST}))
             print(EPILOG if words else "`toolkit --help` shows all commands.")
+            sys.stdout.flush()  # here, where an error of it is handled
             return EXIT_DONE
         if not words[0].startswith("-"):
             if registry.where("commands", words[0]) is None:
@@ -79,15 +81,10 @@ def _main(words: Sequence[str]) -> int:
             parser = build_parser(tuple(words[:1]))
         else:
             parser = build_parser(())
-    except ToolkitError as error:
-        return _say_error(error)
-    args = parse(parser, words)
-    # These run a job, whose output is its own.
-    is_job = args.command in ("run", "supervise")
-    try:
+        args = parse(parser, words)
         with terminal.unguarded() if is_job else contextlib.nullcontext():
             code: int | None = args.run_command(args)
-        sys.stdout.flush()  # here, where an error of it is handled
+        sys.stdout.flush()
         return code or EXIT_DONE
     except ToolkitError as error:
         return _say_error(error)

@@ -274,3 +274,15 @@ def test_a_reader_who_has_seen_enough_is_no_failure() -> None:
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (EXIT_DONE, "")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["status", "--help"], ["status"]], ids=" ".join)
+def test_help_whose_reader_is_gone_is_no_failure(words: list[str], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    argv, environ = [sys.executable, "-m", "toolkit", *words], {**os.environ, "TOOLKIT_RUNS": str(tmp_path)}
+    try:
+        done = subprocess.run(argv, stdout=writing, stderr=subprocess.PIPE, text=True, env=environ)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (EXIT_DONE, "")
