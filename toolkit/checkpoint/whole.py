@@ -69,6 +69,17 @@ def _below(prefix: str, found: Mapping[str, T]) -> dict[str, T]:
     return {name.removeprefix(prefix): one for name, one in found.items() if name.startswith(prefix)}
 
 
+def deviation(name: str, *places: tuple[Path, TensorRecord]) -> str:
+    """Return how two tensors of this name differ: by their types and shapes, else by how much."""
+    one, two = (read(folder, name, record) for folder, record in places)
+    kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (one, two)]
+    if kinds[0] != kinds[1]:
+        return " and ".join(kinds)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - two.to(wide)).abs()
+    return f"{kinds[0]} differs by {apart.max():.3g} at most, {apart.mean():.3g} in the mean"
+
+
 def read(folder: Path, name: str, record: TensorRecord) -> torch.Tensor:
     """Return the global tensor on the CPU. Raises CorruptCheckpointError if a byte is wrong; messages say ``name``."""
     tensor = torch.empty(record.shape, dtype=dtype_of(folder, name, record))

@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found_and_named(run: RunDir, capsys: pytest.CaptureFix
 def test_a_difference_is_named_and_its_absence_too(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["checkpoint", "diff", run.id, "20", "40"]) == EXIT_FAILED
     tensor, value, meta = capsys.readouterr().out.splitlines()
-    assert tensor.startswith("tensor model/weight: float32 [3, 4] ")
+    assert tensor == "tensor model/weight: float32 [3, 4] differs by 20 at most, 20 in the mean"
     assert (value, meta) == ("value optim/count: 20 and 40", "meta samples: 20 and 40")
     twin = made("twin", 20, 40)
     assert cli.main(["checkpoint", "diff", run.id, "--with", twin.id]) == EXIT_DONE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,15 @@ def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
 
 
 def diff(one: Path, two: Path) -> list[str]:
-    """Return a line for each thing in which two checkpoints differ, by their digests. Verifies both."""
+    """Return a line for each thing in which two checkpoints differ, and by how much a tensor does. Verifies both."""
     mine, other = (CheckpointFolder(path.parent).verify(path) for path in (one, two))
-    lines = _diff_mapping("tensor", _tensors(mine), _tensors(other))
+
+    def deviation(name: str) -> str:
+        from toolkit.checkpoint import whole  # imports torch
+
+        return whole.deviation(name, *((path, each.tensors[name]) for path, each in ((one, mine), (two, other))))
+
+    lines = _diff_mapping("tensor", _tensors(mine), _tensors(other), lambda name, *_: deviation(name))
     lines += _diff_mapping("value", _values(mine), _values(other))
     return lines + _diff_mapping("meta", mine.meta, other.meta)
 
@@ -124,22 +130,19 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return {name: record.value for name, record in manifest.values.items()}
 
 
-def _diff_mapping(what: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+def _diff_mapping(
+    what: str,
+    one: Mapping[str, Any],
+    two: Mapping[str, Any],
+    told: Callable[[str, Any, Any], str] = lambda name, mine, other: f"{mine!r} and {other!r}",
+) -> list[str]:
     lines = []
     for name in sorted(one.keys() | two.keys()):
         if name not in one or name not in two:
             lines.append(f"{what} {name}: only in the {'first' if name in one else 'second'}")
         elif one[name] != two[name]:
-            lines.append(f"{what} {name}: {_told(what, one[name])} and {_told(what, two[name])}")
+            lines.append(f"{what} {name}: {told(name, one[name], two[name])}")
     return lines
-
-
-def _told(what: str, value: Any) -> str:
-    if what != "tensor":
-        return repr(value)
-    dtype, shape, *parts = value
-    digests = " ".join(f"{crc32:08x}" for _, _, crc32 in parts[:3])
-    return f"{dtype} {list(shape)} {digests}{' ...' if len(parts) > 3 else ''}"
 
 
 #: The format of an export by the suffix of its name; a name without one is a folder.
