@@ -59,12 +59,25 @@ RUNS = {
 }
 
 
+START = "with toolkit.start() as run:"
+#: What the words behind `--` and `args.` on the pages are for.
+OPTIONS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("data", nargs="?")
+parser.add_argument("--epochs", type=int)
+parser.add_argument("--lr", type=float)
+parser.add_argument("--amp", action="store_true")
+parser.parse_args()
+"""
+
+
 def script_of(page: str) -> str:
     """Return the ``train.py`` of a page. It is the page's own or the loop of docs/loop.md."""
     if page == "job.md":
         return blocks("docs/job.md", "python")[0]
     loop = blocks("docs/loop.md", "python")[0].replace("10_000", "40")
-    return loop.replace("with toolkit.start()", f"{PARTS}\nwith toolkit.start()")
+    return loop.replace(START, f"{OPTIONS}{PARTS}\n{START}")
 
 
 def project_of(site: Site, page: str) -> Path:
@@ -89,7 +102,8 @@ def project_of(site: Site, page: str) -> Path:
         )
     if page == "config.md":
         declared = blocks("docs/config.md", "python")[0]
-        (project / "keys.py").write_text(f"{declared}\n\n{script_of(page)}")
+        reads = script_of(page).replace(START, f"{START}\n    run.params(Params)")
+        (project / "keys.py").write_text(f"{declared}\n\n{reads}")
         (project / "mine.yaml").write_text("job: keys.py\nparams: {width: 256}\n")
     return project
 

@@ -1,5 +1,7 @@
 """A script as Lightning's documentation shows it."""
 
+import os
+
 import lightning as L
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from toolkit.plugins.integrations import LightningCallback
+
+RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  #: on a node, as many as the launcher starts
 
 
 class Classifier(L.LightningModule):
@@ -35,6 +39,6 @@ L.seed_everything(7)
 train_loader = DataLoader(dataset, batch_size=8, shuffle=True)
 val_loader = DataLoader(dataset, batch_size=64)
 resume = LightningCallback()
-trainer = L.Trainer(max_epochs=6, accelerator="cpu", devices=3, strategy="ddp", logger=False, callbacks=[resume])
+trainer = L.Trainer(max_epochs=6, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False, callbacks=[resume])
 trainer.fit(Classifier(), train_loader, val_loader, ckpt_path=resume.checkpoint)
 trainer.save_checkpoint("end.ckpt")

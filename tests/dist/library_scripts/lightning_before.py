@@ -1,10 +1,14 @@
 """A script as Lightning's documentation shows it."""
 
+import os
+
 import lightning as L
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+
+RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  #: on a node, as many as the launcher starts
 
 
 class Classifier(L.LightningModule):
@@ -32,6 +36,6 @@ dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
 L.seed_everything(7)
 train_loader = DataLoader(dataset, batch_size=8, shuffle=True)
 val_loader = DataLoader(dataset, batch_size=64)
-trainer = L.Trainer(max_epochs=6, accelerator="cpu", devices=3, strategy="ddp", logger=False)
+trainer = L.Trainer(max_epochs=6, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False)
 trainer.fit(Classifier(), train_loader, val_loader)
 trainer.save_checkpoint("end.ckpt")
