@@ -11,8 +11,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -39,6 +41,8 @@ log = logs.get(__name__)
 
 MODEL, AVERAGE, OTHERS, BUFFERS, GRADIENTS = "model", "ema", "state", "update/buffers", "gradients"
 GENERATORS = "update/generators"
+#: In :meth:`UserState.parts` a longer list or dictionary is one value, and a longer text a digest.
+MOST_PARTS, MOST_LETTERS = 100, 40
 
 
 @runtime_checkable
@@ -349,11 +353,14 @@ class UserState:
             live |= slots.live()
         return live
 
-    def digests(self) -> dict[str, Tensor]:
-        """Return a digest of each other object, by name. Loaders are left out: their batches tell where they are."""
+    def parts(self) -> dict[str, str]:
+        """Return the values in each other object, by their places: ``lr_scheduler.last_epoch``. Long ones are digests.
+
+        Loaders are left out: their batches tell where they are.
+        """
         others = {**self._others, **{f"generator {n}": each for n, each in enumerate(self._generators.values())}}
-        parts = {name: each.take_apart() for name, each in others.items() if not each.is_loader}
-        return {f"state/{name}": torch.tensor(_digest(*part)) for name, part in parts.items()}
+        found = [each.parts(name) for name, each in others.items() if not each.is_loader]
+        return dict(chain.from_iterable(found))
 
     def rate(self) -> float:
         """Return the learning rate of the first optimizer, 0 without one."""
@@ -381,6 +388,11 @@ class Other:
     def take_apart(self) -> tuple[Json, list[Tensor]]:
         tensors: list[Tensor] = []
         return plain_state.encode(self._get(), self._name, tensors), tensors
+
+    def parts(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the place and the text of each value, places beginning with ``name``."""
+        self.take_apart()  # refuses containers in themselves
+        return _parts(self._get(), name)
 
     def put_together(self, value: Json) -> None:
         self._put(plain_state.decode(value, self.filled))
@@ -456,6 +468,28 @@ def _digest(value: Json, tensors: list[Tensor]) -> int:
     return zlib.crc32(b"".join([repr(value).encode(), *(to_bytes("state", tensor) for tensor in tensors)]))
 
 
+def _parts(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each value in a state; ``#`` and a digest for a long one."""
+    named: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        named = ((f"{where}.{key}", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, deque)):
+        named = ((f"{where}[{index}]", item) for index, item in enumerate(value))
+    if named and 0 < len(value) <= MOST_PARTS:
+        for place, item in named:
+            yield from _parts(item, place)
+        return
+    text = ""
+    if value is None or isinstance(value, (int, float, str, np.generic)):
+        text = repr(value)
+    elif type(value) is Tensor and value.numel() == 1:
+        text = f"tensor({value.item()!r})"
+    if not text or len(text) > MOST_LETTERS:
+        tensors: list[Tensor] = []
+        text = f"#{_digest(plain_state.encode(value, where, tensors), tensors):08x}"
+    yield where, text
+
+
 def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     live.clear()
     live.update(saved)
@@ -509,5 +543,6 @@ def _other(name: str, value: Any) -> Other:
         )
     raise ConfigError(
         f"run.resumable: {name} is of type {type(value).__qualname__}, which has no state_dict() and "
-        "load_state_dict(); give it both, or hand over what of it changes in a dictionary"
+        "load_state_dict(); give it both, or hand over what of it changes in a dictionary: all its attributes are "
+        f"run.resumable({name}=vars(...))"
     )

@@ -160,7 +160,7 @@ class UserSteps:
             if self._trace is not None and self._state is not None:
                 logged = self._window.latest
                 loss = torch.as_tensor(logged.get("train/loss", 0.0)) / self._session.world_size
-                self._trace.take_end(loss, {**self._state.live(), **self._state.digests()}, logged)
+                self._trace.take_end(loss, self._state.live(), logged, self._state.parts())
             self._life.step_done(self._samples, self._wait_s)
             self._log_due |= self.step % self.config.train.log_every == 0
             self._save_due |= self._checkpoints.saver.is_due(self.step)

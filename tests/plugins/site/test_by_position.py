@@ -1,4 +1,4 @@
-"""Lines of traces, of batches of every shape, compared across numbers of ranks."""
+"""Lines of traces: batches of every shape, compared across numbers of ranks, and the names of what differs."""
 
 from __future__ import annotations
 
@@ -60,3 +60,26 @@ def test_inputs_that_differ_are_named_by_sample_or_tensor(
     """Before, batches of a DataLoader ended the comparison with an IndexError exactly where they differed."""
     mine, other = ({0: {"samples": samples, "inputs": each, "logged": {}}} for each in (ours, theirs))
     assert _at(mine, other, CheckPlan(), (), exact=True) == {"inputs": f"rank 0{expected}"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs", "expected"),
+    [
+        (
+            "state",
+            {"scheduler.metric": "0.71", "scheduler.t": "3"},
+            {"scheduler.metric": "0.69", "scheduler.t": "3"},
+            " (scheduler.metric: 0.71 and 0.69)",
+        ),
+        ("state", {"replay": "#0a0b0c0d"}, {"replay": "#0a0b0c0e"}, " (replay)"),
+        ("state", {"seen[0]": "1"}, {"seen[0]": "1", "seen[1]": "'x'"}, " (seen[1]: absent and 'x')"),
+        ("logged", {"acc": (0.5).hex()}, {"acc": (0.25).hex()}, " (acc: 0.5 and 0.25)"),
+        ("weights", {"0.bias": "0a0b0c0d"}, {"0.bias": "0a0b0c0e"}, " (0.bias)"),
+    ],
+    ids=["a number", "a digest", "one more", "a figure", "weights"],
+)
+def test_state_that_differs_is_named_by_key_with_both_values(
+    kind: str, ours: dict[str, str], theirs: dict[str, str], expected: str
+) -> None:
+    mine, other = ({0: {"samples": [], "logged": {}, kind: each}} for each in (ours, theirs))
+    assert _at(mine, other, CheckPlan(), (), exact=True) == {kind: f"rank 0{expected}"}

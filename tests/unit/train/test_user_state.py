@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -353,3 +354,49 @@ def test_tensors_that_change_and_are_not_saved_are_named() -> None:
     assert unsaved.changed() == []
     inside(torch.ones(2, 3))
     assert sorted(unsaved.changed()) == ["model/0.lost", "model/0.seen"]
+
+
+def test_values_of_other_state_are_told_by_their_places() -> None:
+    optimizer = SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+    state = handed_over(
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7),
+        meter={"avg": 0.25, "seen": (1, "x"), "best": np.float32(0.5), "last": torch.tensor([2.0])},
+        replay=[*range(101)],
+        generator=torch.Generator(),
+        loader=StatefulLoader(),
+    )
+    parts = state.parts()
+    told = {name: text for name, text in parts.items() if not text.startswith("#")}
+    assert told.items() >= {"scheduler.last_epoch": "0", "scheduler._last_lr[0]": "0.5"}.items()
+    meter = {"avg": "0.25", "seen[0]": "1", "seen[1]": "'x'", "best": "np.float32(0.5)", "last": "tensor(2.0)"}
+    assert {name: text for name, text in told.items() if name.startswith("meter")} == {
+        f"meter.{name}": text for name, text in meter.items()
+    }
+    assert parts.keys() - told.keys() == {"replay", "generator"}
+
+
+class StatefulLoader:
+    """A loader that jumps to its place. Its batches tell where it is."""
+
+    def __iter__(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class AverageMeter:
+    """What many scripts have."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+
+def test_attributes_of_a_plain_object_are_handed_over_as_the_error_says() -> None:
+    """The object is filled where it is."""
+    meter = AverageMeter()
+    with pytest.raises(ConfigError, match=r"losses is of type AverageMeter.* run\.resumable\(losses=vars\(\.\.\.\)\)"):
+        handed_over(losses=meter)
+    handed_over(losses=vars(meter)).loaded({"state/losses": {"sum": 3.0, "count": 2}})
+    assert (meter.sum, meter.count) == (3.0, 2)

@@ -107,9 +107,13 @@ class StepTrace:
         self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
 
     def take_end(
-        self, loss: Tensor, live: Mapping[str, Tensor], logged: Mapping[str, Tensor | float] | None = None
+        self,
+        loss: Tensor,
+        live: Mapping[str, Tensor],
+        logged: Mapping[str, Tensor | float] | None = None,
+        state: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the loss, what else the step has logged, and the live tensors that it leaves on this rank.
+        """Take the loss, what else the step has logged, and the live tensors and other state that it leaves here.
 
         Write the step's line.
         """
@@ -118,6 +122,8 @@ class StepTrace:
         for name, tensor in live.items():
             kind, _, rest = name.partition("/")
             self._line.setdefault(kind, {})[rest] = _digest(tensor)
+        if state is not None:
+            self._line["state"] = dict(state)
         self._write(self._line)
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -229,7 +229,7 @@ def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, A
             # Say where they differ, as exactly as the kind allows.
             if isinstance(one, dict) and isinstance(two, dict):
                 names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
-                where = f" ({listing(sorted(names), 2)})"
+                where = f" ({listing([_values(kind, name, one, two) for name in sorted(names)], 2)})"
             elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
                 # Another loader than ours gives the digests of a batch's tensors, and no samples.
                 samples = mine[rank]["samples"]
@@ -245,6 +245,16 @@ def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, A
                 where = ""
             texts.append(f"rank {rank}{where}")
     return listing(texts, 3)
+
+
+def _values(kind: str, name: str, one: Mapping[str, str], two: Mapping[str, str]) -> str:
+    """Return a name with its two values, where the trace has values and no digests."""
+    values = [line.get(name, "absent") for line in (one, two)]
+    if kind == "logged":
+        values = [value if value == "absent" else repr(float.fromhex(value)) for value in values]
+    elif kind != "state" or any(value.startswith("#") for value in values):
+        return name
+    return f"{name}: {' and '.join(values)}"
 
 
 def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
