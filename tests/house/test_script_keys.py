@@ -12,6 +12,7 @@ from toolkit.cli import main as cli
 from toolkit.cli.run_rows import read_config
 from toolkit.config import FOREIGN_JOB, load_config
 from toolkit.config.script_keys import acting_keys
+from toolkit.config.source import PythonSource, project_files
 from toolkit.files.run_files import RunResult
 from toolkit.plugins.completion.offers import complete
 from toolkit.plugins.live.values import checked
@@ -92,6 +93,23 @@ def test_a_loop_reads_what_its_files_name(line: str, reads: str, not_read: str, 
     acting = acting_keys(job, ["python", "-u", "train.py"])
     assert all(map(acting.include, ["train.max_steps", "cluster.nodes", "checkpoint.keep", *reads.split()]))
     assert [key for key in not_read.split() if acting.include(key)] == []
+
+
+def test_modules_are_read_only_where_the_script_leaves_a_key_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+
+    def files(script: PythonSource, project: Path) -> tuple[PythonSource, ...]:
+        read.append(script.path.name)
+        return project_files(script, project)
+
+    monkeypatch.setattr("toolkit.config.script_keys.project_files", files)
+    write(train=ARGUMENTS + "import helper\nrun.config.optim.lr", helper="def of(run): return run.config.model.name")
+    load("train.py", ["cluster.nodes=2", "args.lr=1", "optim.lr=2", "train.max_steps=3"], Path.cwd())
+    assert read == []
+    load("train.py", ["model.name=cnn"], Path.cwd())
+    assert read == ["train.py"]
+    with pytest.raises(ConfigError, match=r"train.py does not read it"):
+        load("train.py", ["optim.momentum=0.5"], Path.cwd())
 
 
 @pytest.mark.parametrize(

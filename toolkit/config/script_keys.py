@@ -8,12 +8,13 @@ of the project's modules that it imports. Nothing is run, and where the trees do
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -71,39 +72,70 @@ class Option:
 
 
 @dataclass(frozen=True)
-class ActingKeys:
-    """The keys that act on a job."""
+class KeysOfFiles:
+    """The keys that act on a job as far as some of its files tell."""
 
     script: str = ""  #: its name
     by_toolkit: tuple[str, ...] = ("",)  #: the keys, and the beginnings of keys, that the toolkit itself reads
-    read: frozenset[str] = frozenset()  #: the keys and sections that the script reads; "" is the whole config
+    read: frozenset[str] = frozenset()  #: the keys and sections that the files read; "" is the whole config
     is_main: bool = False  #: a ``main(config)`` that the toolkit calls
-    options: tuple[Option, ...] = ()  #: the script's own, as far as its files tell
+    options: tuple[Option, ...] = ()  #: the script's own, as far as the files tell
 
     def include(self, key: str) -> bool:
-        """True if the value of ``key`` makes a difference to this job."""
         return self.include_by_toolkit(key) or any(
             not each or f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in self.read
         )
 
     def include_by_toolkit(self, key: str) -> bool:
-        """True if the toolkit itself reads ``key`` while this job runs."""
         return key.startswith(self.by_toolkit) and (key not in OF_NO_LOOP or self.by_toolkit == ("",))
+
+
+class ActingKeys:
+    """The keys that act on a job.
+
+    The modules that its script imports, which may be hundreds, are read only where the script leaves a key undecided.
+    """
+
+    def __init__(self, of_script: KeysOfFiles = KeysOfFiles(), of_all: Callable[[], KeysOfFiles] = KeysOfFiles) -> None:
+        self._of_script, self._read_all = of_script, of_all
+
+    @cached_property
+    def _of_all(self) -> KeysOfFiles:
+        return self._read_all()
+
+    @property
+    def script(self) -> str:
+        """Return the script's name."""
+        return self._of_script.script
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Return the script's own options, as far as its files tell."""
+        return self._of_all.options
+
+    def include(self, key: str) -> bool:
+        """True if the value of ``key`` makes a difference to this job."""
+        return self._of_script.include(key) or self._of_all.include(key)
+
+    def include_by_toolkit(self, key: str) -> bool:
+        """True if the toolkit itself reads ``key`` while this job runs."""
+        return self._of_script.include_by_toolkit(key) or self._of_all.include_by_toolkit(key)
 
     def refusal(self, key: str, value: str = "...") -> str:
         """Return why ``key`` is refused, and what to write instead."""
+        found = self._of_all
         if key in ("argv", "args"):
             return f"{key}: {self.script} reads no command line, so arguments would change nothing; leave them out"
-        likely = next((option for option in self.options if _alike(option.name, key.rpartition(".")[2])), None)
+        likely = next((option for option in found.options if _alike(option.name, key.rpartition(".")[2])), None)
         if likely is not None:
             how = f"for its own option {likely.flag} write args.{likely.name}={value}"
-        elif self.options:
-            how = f"its own options are {listing([f'args.{option.name}' for option in self.options])}"
-        elif self.is_main:
+        elif found.options:
+            how = f"its own options are {listing([f'args.{option.name}' for option in found.options])}"
+        elif found.is_main:
             how = "read it from the config in its main, or leave it out"
-        elif "args" in self.by_toolkit:
+        elif "args" in found.by_toolkit:
             how = "its own arguments come after `--`"
-        elif OF_LOOPS[-1] in self.by_toolkit:
+        elif OF_LOOPS[-1] in found.by_toolkit:
             how = f"read run.config.{key} there, or leave it out"
         else:
             how = "leave it out"
@@ -115,19 +147,22 @@ def acting_keys(job: str, argv: Sequence[str], project: Path | None = None) -> A
 
     All act on a class derived from ``toolkit.Job``, and on what cannot be found or read.
     """
-    folder = project or Path.cwd()
-    scripts: list[Path] = []
+    folder, is_foreign = project or Path.cwd(), job == FOREIGN_JOB
+    paths: list[Path] = []
     with suppress(ConfigError, OSError):
-        if job == FOREIGN_JOB:
-            scripts = [*_scripts_of(argv, folder)]
+        if is_foreign:
+            paths = [*_scripts_of(argv, folder)]
         elif job != CALLED_JOB and not is_class(job, folder):
-            scripts = [job_source(job, folder)]
-        sources = dict.fromkeys(chain.from_iterable(project_files(read_source(path), folder) for path in scripts))
+            paths = [job_source(job, folder)]
+        scripts = [*map(read_source, paths)]
         if scripts:
-            imported = {name.partition(".")[0] for source in sources for name in source.modules}
-            places = (*(path.parent for path in scripts), folder, folder / "src")
-            outside = {name for name in imported if not any(_holds(place, name) for place in places)}
-            return _read_by(tuple(sources), frozenset(outside - _HARMLESS), job == FOREIGN_JOB)
+            places = (*(path.parent for path in paths), folder, folder / "src")
+
+            def of_all() -> KeysOfFiles:
+                sources = dict.fromkeys(chain.from_iterable(project_files(script, folder) for script in scripts))
+                return _read_by(tuple(sources), _outside(sources, places), is_foreign)
+
+            return ActingKeys(_read_by(tuple(scripts), _outside(scripts, places), is_foreign), of_all)
     return ActingKeys()
 
 
@@ -143,16 +178,20 @@ def _scripts_of(argv: Sequence[str], folder: Path) -> Iterator[Path]:
         yield from (folder / f"{name}{ending}" for ending in endings if (folder / f"{name}{ending}").is_file())
 
 
+def _outside(sources: Iterable[PythonSource], places: Iterable[Path]) -> frozenset[str]:
+    """Return the packages that files import from elsewhere, and that may do what these files do not show."""
+    imported = {name.partition(".")[0] for source in sources for name in source.modules}
+    inside = {name for name in imported for place in places if _holds(place, name)}
+    return frozenset(imported - inside - _HARMLESS)
+
+
 def _holds(folder: Path, module: str) -> bool:
-    return (folder / module).is_dir() or (folder / f"{module}.py").is_file()
+    return os.path.isdir(folder / module) or os.path.isfile(folder / f"{module}.py")  # noqa: PTH112, PTH113
 
 
 @lru_cache(maxsize=16)
-def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_foreign: bool) -> ActingKeys:
-    """Return the keys that act on these files, the first of which is the script.
-
-    ``outside`` are the packages that they import and that may do what these files do not show.
-    """
+def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_foreign: bool) -> KeysOfFiles:
+    """Return the keys that act on these files, the first of which is the script; ``outside`` is :func:`_outside`'s."""
     called = {source.full_name(node.func) for source in sources for node in source.nodes if isinstance(node, ast.Call)}
     by_toolkit: tuple[str, ...] = OF_ANY_JOB
     if any(name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in called):
@@ -167,7 +206,7 @@ def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_fore
     if is_foreign:
         by_toolkit += ("argv",)
     read, options = frozenset(reader.read_keys()), tuple(_options(sources))
-    return ActingKeys(sources[0].path.name, by_toolkit, read, main is not None, options)
+    return KeysOfFiles(sources[0].path.name, by_toolkit, read, main is not None, options)
 
 
 class _Reader:
@@ -200,22 +239,20 @@ class _Reader:
         self._find_aliases()
         read: set[str] = set()
         for source in self._sources:
-            parents = {child: node for node in source.nodes for child in ast.iter_child_nodes(node)}
             for node in source.nodes:
-                read |= self._read_at(node, parents.get(node), source)
+                read |= self._read_at(node, source)
         return read
 
     def _find_aliases(self) -> None:
         """Find names for the config and its sections: ``cfg = run.config``. One may be made of another."""
         count = -1
         while count != (count := sum(map(len, self._aliases.values()))):
-            for source in self._sources:
-                for node in source.nodes:
-                    for name, value in _assigned(node):
-                        if places := self._places(value, source) & _SECTIONS:
-                            self._aliases.setdefault(name, set()).update(places)
+            for name, made in self._made.items():
+                for value, source in made:
+                    if value is not None and (places := self._places(value, source) & _SECTIONS):
+                        self._aliases.setdefault(name, set()).update(places)
 
-    def _read_at(self, node: ast.AST, parent: ast.AST | None, source: PythonSource) -> set[str]:
+    def _read_at(self, node: ast.AST, source: PythonSource) -> set[str]:
         """Return the places that are read where ``node`` stands."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _WAYS_TO_CONFIG.search(node.value):
             return {""}
@@ -224,7 +261,9 @@ class _Reader:
         read: set[str] = set()
         if isinstance(node, ast.Call):
             read |= self._read_by_call(node, source)
-        places = self._places(node, source)
+        if not (places := self._places(node, source)):
+            return read
+        parent = source.parents.get(node)
         # A part of a longer expression, and a name for a section, are no use yet.
         is_part = isinstance(parent, ast.Attribute) or (parent is not None and _got(parent)[0] is node)
         is_named = parent is not None and any(value is node for _, value in _assigned(parent))

@@ -91,6 +91,11 @@ class PythonSource:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 self.assigned |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
 
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Return the node above each."""
+        return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+
     def place(self, node: ast.AST) -> str:
         """Return the file and the line of ``node``."""
         return f"{self.path}, line {getattr(node, 'lineno', 1)}"
