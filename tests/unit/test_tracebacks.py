@@ -83,3 +83,32 @@ def test_chains_groups_repeats_and_other_text_are_kept() -> None:
     assert tracebacks.folded("no traceback") == ["no traceback"]
     assert tracebacks.folded("") == [""]
     assert tracebacks.place("") is None
+
+
+TIMM = "site-packages/timm/dist.py:8 init_device"
+
+
+@pytest.mark.parametrize(
+    ("calls", "of_group", "of_another_error"),
+    [
+        ("train.py:9 <module>, train.py:5 main, timm/dist.py:3 init_device, timm/dist.py:8 init_device_so", 1, 3),
+        ("run.py:2 <module>, pack/train.py:5 train, pack/env.py:3 ddp_setup", 1, 2),
+        ("train.py:9 <module>, train.py:5 setup", 0, 1),
+        ("train.py:9 <module>, train.py:5 __init__", 1, 1),
+        ("train.py:9 <module>", 0, 0),
+        ("env.py:3 setup", 0, 0),
+        (f"train.py:9 <module>, train.py:5 main, lib/python3.11/{TIMM}", 1, 1),
+    ],
+)
+def test_of_a_second_process_group_the_scripts_own_call_is_named(
+    calls: str, of_group: int, of_another_error: int
+) -> None:
+    own = [call.replace(" ", " in ") for call in calls.split(", ")]
+    text = "Traceback (most recent call last):\n"
+    for call in [*calls.split(", "), "lib/python3.11/site-packages/torch/c10d.py:17 init_process_group"]:
+        file, line, function = call.replace(" ", ":").split(":")
+        text += f'  File "{file}", line {line}, in {function}\n    the line of {function}\n'
+    twice = f"{text}ValueError: trying to initialize the default process group twice!\n"
+    assert tracebacks.place(twice) == own[of_group]
+    assert tracebacks.source(twice) == f"the line of {own[of_group].rpartition(' ')[2]}"
+    assert tracebacks.place(f"{text}ValueError: no rank\n") == own[of_another_error]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,17 +51,29 @@ def place(text: str, start: int = 0) -> str | None:
 
     ``text`` ends with the traceback, or holds the exception below it. Return None where no frame follows ``start``.
     """
-    frames = [_frame(match) for match in _FRAME.finditer(text, start)]
-    own = [frame for frame in frames if frame.library is None]
-    last = next(reversed(own or frames), None)
+    last = _last([_frame(match) for match in _FRAME.finditer(text, start)], text)
     return None if last is None else last.place
 
 
 def source(text: str) -> str:
     """Return the line of the program at :func:`place`. Empty if the traceback does not show it."""
     frames = [(frame, part[1:]) for frame, part in _parts(text.rstrip().split("\n")) if frame is not None]
-    own = [part for frame, part in frames if frame.library is None] or [part for _, part in frames]
-    return own[-1][0].strip() if own and own[-1] else ""
+    last = _last([frame for frame, _ in frames], text)
+    return next((part[0].strip() for frame, part in frames if frame is last and part), "")
+
+
+#: torch's text about a process group that is open already, and names of functions that open it for a script.
+_SECOND_GROUP = "initialize the default process group twice"
+_OPENS_GROUP = re.compile(r"(?i)(?!__)_*(?:init|set_?up|enable).*|.*(?:init|set_?up)")
+
+
+def _last(frames: Sequence[Frame], text: str) -> Frame | None:
+    """Return the last frame of the user's code, or else of all; None without one."""
+    own = [frame for frame in frames if frame.library is None]
+    # Of a second process group the script's own call must go, and no line of the function that it calls.
+    while _SECOND_GROUP in text and len(own) > 1 and _OPENS_GROUP.fullmatch(own[-1].function or ""):
+        own.pop()
+    return next(reversed(own or frames), None)
 
 
 #: What a traceback begins with, behind a progress bar or what a logger puts before it. Those inside of an exception
