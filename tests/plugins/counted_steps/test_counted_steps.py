@@ -84,6 +84,43 @@ def test_other_loops_are_not_warned_of(line: str, body: str) -> None:
     assert warnings(line, body) == []
 
 
+COUNTED = """import toolkit
+def train(run):
+    n = 0
+    {before}
+    for epoch in run.epochs(3):
+        for x in run.steps(data):
+            n += 1
+            {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "is_warned"),
+    [
+        ("if n % 100 == 0: log()", True),
+        ("if n >= args.most: break", True),
+        ("rate(n)", True),
+        ("writer.add_scalar('loss', loss, global_step=n)", True),
+        ("if n >= 5: measure()", False),
+        ("mean = total / n", False),
+        ("n = 0\n            log(n)", False),
+        ("", False),
+    ],
+)
+def test_a_counter_that_a_loop_goes_by_is_named(body: str, is_warned: bool) -> None:
+    def warned(before: str = "", text: str = COUNTED) -> list[str]:
+        return [*counted_anew(PythonSource(Path("loop.py"), text.format(before=before, body=body).encode()))]
+
+    assert [each.startswith("loop.py, line 7: after a resume 'n' counts from its start") for each in warned()] == (
+        [True] if is_warned else []
+    )
+    for before in ("n = run.step", "run.resumable(model=model, n=n)", "global n"):
+        assert warned(before) == []
+    assert warned(text=COUNTED.replace("n = 0", "n = run.step")) == []
+    assert warned(text=COUNTED.replace("run.steps(data)", "data")) == []
+
+
 def test_a_submission_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "loop.py").write_text(SCRIPT.format(line="for i, x in enumerate(run.steps(data)):", body="print(i)"))
     for _ in range(2):

@@ -32,6 +32,7 @@ def counted_anew(source: PythonSource) -> Iterator[str]:
     """
     runs = {*_runs(source), "run"}
     yield from _beside(source, runs)
+    yield from _own_counters(source, runs)
     for loop in ast.walk(source.tree):
         if not (isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call)):
             continue
@@ -78,6 +79,66 @@ def _beside(source: PythonSource, runs: set[str]) -> Iterator[str]:
                 f"{source.place(call)}: after a resume fewer batches are left than next() is called for; write "
                 "`for batch in run.steps(...):`"
             )
+
+
+def _own_counters(source: PythonSource, runs: set[str]) -> Iterator[str]:
+    """Yield a warning for each number that a script counts up in ``run.steps(...)``, and goes by there."""
+    handed = {
+        each.id
+        for call in source.nodes
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "resumable"
+        for each in ast.walk(call)
+        if isinstance(each, ast.Name)
+    }
+    for loop in source.nodes:
+        if not isinstance(loop, ast.For) or _steps_in(loop.iter, runs) is None:
+            continue
+        inside = [node for statement in loop.body for node in ast.walk(statement)]
+        goes_by = {name for node in inside for name in _goes_by(node)}
+        for node in inside:
+            if (
+                isinstance(node, ast.AugAssign)
+                and isinstance(node.target, ast.Name)
+                and node.target.id in goes_by - handed
+                and _is_number(node.value)
+                and _begins_anew(node.target, loop, source)
+            ):
+                yield (
+                    f"{source.place(node)}: after a resume {node.target.id!r} counts from its start again; set it by "
+                    "run.step or run.batch, or keep it in a dictionary that is handed over to run.resumable"
+                )
+
+
+def _begins_anew(counter: ast.Name, loop: ast.For, source: PythonSource) -> bool:
+    """True if a function sets a counter to a number before the loop, and nowhere else."""
+    scope: ast.AST = loop
+    while not isinstance(scope, (ast.FunctionDef, ast.Module)):
+        scope = source.parents[scope]
+    names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == counter.id]
+    sets = [source.parents[node] for node in names if isinstance(node.ctx, ast.Store) and node is not counter]
+    shared = [each for node in source.nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for each in node.names]
+    return counter.id not in shared and [
+        isinstance(each, ast.Assign) and _is_number(each.value) and each.lineno < loop.lineno for each in sets
+    ] == [True]
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def _goes_by(node: ast.AST) -> Iterator[str]:
+    """Yield the names that the sense of a loop depends on: in remainders, in comparisons, and as arguments.
+
+    One that is compared with a number only waits for the program to be warm, and shall do so after each start.
+    """
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        parts = [node.left]
+    elif isinstance(node, ast.Compare) and not any(map(_is_number, node.comparators)):
+        parts = [node.left, *node.comparators]
+    elif isinstance(node, ast.Call):
+        parts = [*node.args, *(word.value for word in node.keywords)]
+    yield from (part.id for part in parts if isinstance(part, ast.Name))
 
 
 def _runs(source: PythonSource) -> Iterator[str]:
