@@ -94,7 +94,7 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     assert (named.rank, named.host) == (rank, hung.nodes[0])
     # The stopped rank stands anywhere: after a step that is logged the others gather its losses.
     where = "all_(?:reduce|gather_single)" if story == "stopped" else "all_reduce"
-    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in {where}", named.how)
+    told = re.fullmatch(rf"{re.escape(doing)}(?: \(hangs\.py:\d+\))?, (\d+) s; 2 others in {where}", named.how)
     assert told is not None, named
     assert int(told[1]) >= TIMEOUT_S / 2
     why = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
@@ -106,6 +106,34 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     if kind != "none":
         assert run.result().metrics == undisturbed.metrics
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
+
+
+#: Rank 0 makes a call alone. The others go on to the next step, and wait for it there.
+ALONE = """
+import torch, toolkit
+from torch import nn
+run = toolkit.start()
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+run.resumable(model=model)
+for _ in run.steps(range(40), total=40):
+    model(torch.ones(8, 4)).sum().backward()
+    if run.rank == 0 and run.step == 5:
+        torch.distributed.barrier()
+"""
+
+
+def test_a_call_that_one_rank_makes_alone_is_named_with_its_rank_and_line(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    argv = [*TOOLKIT, "submit", "train.py", "--executor", "local", "--wait", "cluster.tasks_per_node=3"]
+    argv += ["dist.timeout_s=40", "retry.max_failures=0"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S)
+    assert done.returncode == 1, done.stderr
+    (hung,) = the_run(env).attempts()
+    assert hung.cause == "hang"
+    assert hung.first_failure.rank == 0
+    named = r"in barrier \(train.py:10\), \d+ s; 2 others in \w+ \(train.py:8\); "
+    named += r"collective \d+ was barrier \(train.py:10\) on rank 0, and \w+ \(train.py:8\) on rank 1"
+    assert re.fullmatch(named, hung.first_failure.how), hung.first_failure
 
 
 #: Knows nothing of the toolkit. Rank 1 hangs in the first attempt, and rank 0 waits for it in a barrier of gloo.
@@ -154,7 +182,7 @@ def test_a_script_that_knows_nothing_of_us_and_is_silent_is_started_again(
     assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
     named = hung.first_failure
     assert (named.rank, named.host) == (1, hung.nodes[0])
-    assert re.fullmatch(r"silent, \d+ s; 1 other in barrier", named.how), named
+    assert re.fullmatch(r"silent \(train\.py:9\), \d+ s; 1 other in barrier \(train\.py:14\)", named.how), named
     page = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
     assert f"rank 1 on {named.host}, attempt 1: {named.how}" in page
     assert "in hang_for_ever" in page

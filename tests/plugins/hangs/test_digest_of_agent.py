@@ -20,13 +20,15 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
     until(site, FirstReports)
     folder = site.run.attempt_logs(1)
     frame = 'Thread 0x1 (most recent call first):\n  File "{}", line 1 in {}\n'
-    for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
+    for rank, (file, name) in enumerate(
+        [("/x/site-packages/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]
+    ):
         stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
     unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
     groups = investigation.look(site.agents, site.run, 1, unknown, {})
     assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
         ((0,), "in barrier", True),
-        ((1,), "has not joined the others", True),
+        ((1,), "has not joined the others (mine.py:1)", True),
         ((2,), "has not started", False),
     ]
     assert groups[0].place[1] == 7

@@ -17,6 +17,7 @@ from typing import cast
 
 import pytest
 
+import toolkit
 from tests.waiting import wait_for
 from toolkit.base import fsio
 from toolkit.files import rundir
@@ -38,15 +39,22 @@ def frames(*places: str) -> list[FrameSummary]:
     return [FrameSummary(file, 1, name) for file, name in (place.split(":") for place in places)]
 
 
-LOOP = "/x/toolkit/train/loop.py:_train"
-ALL_REDUCE = frames("/x/torch/distributed/distributed_c10d.py:all_reduce", "/x/toolkit/ranks/collectives.py:sum", LOOP)
-BROADCAST = frames("/x/torch/distributed/distributed_c10d.py:broadcast", "/x/jobs/mine.py:odd", LOOP)
-BACKWARD = frames("/x/torch/autograd/graph.py:_engine_run_backward", "/x/torch/_tensor.py:backward", LOOP)
-LOADER = frames("/x/jobs/mine.py:__getitem__", LOOP)
-GATHER = frames("/x/toolkit/checkpoint/exchange.py:_await", "/x/toolkit/checkpoint/exchange.py:gather", LOOP)
-WRITING = frames("/x/toolkit/fsio.py:write_stream", LOOP)
-C10D = "/x/torch/distributed/distributed_c10d.py"
-OPENING = frames(f"{C10D}:_new_process_group_helper", f"{C10D}:init_process_group", "/x/toolkit/ranks/session.py:open")
+OURS = Path(toolkit.__file__).parent
+LOOP = f"{OURS}/train/loop.py:_train"
+ALL_REDUCE = frames(
+    "/x/site-packages/torch/distributed/distributed_c10d.py:all_reduce", f"{OURS}/ranks/collectives.py:sum", LOOP
+)
+BROADCAST = frames("/x/site-packages/torch/distributed/distributed_c10d.py:broadcast", "/x/jobs/mine.py:odd", LOOP)
+BARRIER = frames("/x/site-packages/torch/distributed/distributed_c10d.py:barrier", "/x/jobs/mine.py:odd")
+FORWARD = frames("/x/site-packages/torch/nn/parallel/distributed.py:_pre_forward", "/x/jobs/mine.py:odd")
+BACKWARD = frames(
+    "/x/site-packages/torch/autograd/graph.py:_engine_run_backward", "/x/site-packages/torch/_tensor.py:backward", LOOP
+)
+LOADER = frames("/x/site-packages/numpy/lib/format.py:read_array", LOOP)
+GATHER = frames(f"{OURS}/checkpoint/exchange.py:_await", f"{OURS}/checkpoint/exchange.py:gather", LOOP)
+WRITING = frames(f"{OURS}/fsio.py:write_stream", LOOP)
+C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
+OPENING = frames(f"{C10D}:_new_process_group_helper", f"{C10D}:init_process_group", f"{OURS}/ranks/session.py:open")
 IMPORTING = frames("<frozen importlib._bootstrap>:_find_and_load", "/x/jobs/mine.py:<module>")
 
 
@@ -88,8 +96,26 @@ def standing(number: int, *, silent: bool) -> Standing:
         pytest.param(
             [rank(0, ALL_REDUCE), rank(1, BROADCAST), rank(2, ALL_REDUCE)],
             [1],
-            "in broadcast, 213 s; 2 others in all_reduce",
+            "in broadcast (mine.py:1), 213 s; 2 others in all_reduce",
             id="one is in another collective",
+        ),
+        pytest.param(
+            [rank(0, BARRIER), rank(1, FORWARD, step=8)],
+            [0],
+            "in barrier (mine.py:1), 212 s; 1 other in DistributedDataParallel (mine.py:1)",
+            id="a call that the other has not made, which is further",
+        ),
+        pytest.param(
+            [rank(0, ALL_REDUCE), rank(1, FORWARD)],
+            [1],
+            "in DistributedDataParallel (mine.py:1), 213 s; 1 other in all_reduce",
+            id="a forward pass of one, while the other is in a call of the toolkit's",
+        ),
+        pytest.param(
+            [rank(0, FORWARD), rank(1, ALL_REDUCE, step=8), rank(2, FORWARD)],
+            [1],
+            "in all_reduce, 213 s; 2 others in DistributedDataParallel (mine.py:1)",
+            id="a call that one has left out, which is further",
         ),
         pytest.param(
             [rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)],
@@ -124,7 +150,7 @@ def standing(number: int, *, silent: bool) -> Standing:
         pytest.param(
             [rank(0, OPENING, None, None), rank(1, IMPORTING, None, None)],
             [1],
-            "has not joined the others, 213 s; 1 other in init_process_group",
+            "has not joined the others (mine.py:1), 213 s; 1 other in init_process_group",
             id="one is in its imports",
         ),
         pytest.param(
@@ -294,7 +320,7 @@ def written(*places: str) -> str:
     return "\n".join(["Current thread 0x01 (most recent call first):", *lines, stacks.ANSWERED])
 
 
-WAITS = written("/x/torch/distributed/distributed_c10d.py:all_reduce", LOOP)
+WAITS = written("/x/site-packages/torch/distributed/distributed_c10d.py:all_reduce", LOOP)
 WORKS = written("/x/jobs/mine.py:__getitem__", LOOP)
 
 

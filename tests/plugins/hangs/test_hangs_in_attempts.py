@@ -173,7 +173,8 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
 ) -> None:
     fsio.make_dir(run.attempt_logs(1))
     barrier = (
-        'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 1 in barrier\n'
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 1 in barrier\n'
     )
     lock = 'Thread 0x1 (most recent call first):\n  File "/x/train.py", line 8 in hang_for_ever\n'
     monkeypatch.setattr(outside, "silent", [0, 1])
@@ -187,7 +188,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
     assert ranks.signals == [signal.SIGKILL]
     line, after = run.attempts()
     assert (line.cause, line.decision, after.cause) == ("hang", "restart", "completed")
-    assert line.first_failure == FirstFailure(1, "node2", "silent, 1 s; 1 other in barrier")
+    assert line.first_failure == FirstFailure(1, "node2", "silent (train.py:8), 1 s; 1 other in barrier")
     assert "in hang_for_ever" in run_facts.facts(run)["first_failure"]["traceback"]
 
 

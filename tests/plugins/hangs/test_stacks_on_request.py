@@ -96,7 +96,9 @@ def test_removed_stacks_do_not_pass_for_new_ones(tmp_path: Path) -> None:
 
 def test_only_ranks_with_one_stack_form_a_group(tmp_path: Path) -> None:
     for rank, line in enumerate([1, 2, 1]):
-        text = f'Thread 0x1 (most recent call first):\n  File "x.py", line {line} in f\n{stacks.ANSWERED}'
+        text = (
+            f'Thread 0x1 (most recent call first):\n  File "/x/site-packages/x.py", line {line} in f\n{stacks.ANSWERED}'
+        )
         stacks.stack_path(tmp_path, rank).write_text(text)
     standings = [Standing(rank, "in a step", 1, 0.0, False) for rank in range(3)]
     read = stack_digest.collect(tmp_path, standings)

@@ -26,7 +26,9 @@ def test_the_places_where_ranks_wait_are_where_they_are_said_to_be(place: str) -
 
 
 def test_a_rank_in_a_wait_that_a_plugin_brings_is_not_to_blame(tmp_path: Path) -> None:
-    for rank, place in enumerate(["/x/lab_plugin/mail.py:receive", "/x/lab_plugin/mail.py:send"]):
+    for rank, place in enumerate(
+        ["/x/site-packages/lab_plugin/mail.py:receive", "/x/site-packages/lab_plugin/mail.py:send"]
+    ):
         file, _, name = place.partition(":")
         text = f'Thread 0x1 (most recent call first):\n  File "{file}", line 1 in {name}\n{stacks.ANSWERED}'
         stacks.stack_path(tmp_path, rank).write_text(text)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from traceback import FrameSummary
 from typing import TypeAlias
+
+import toolkit
 
 Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_OURS = f"{Path(toolkit.__file__).parent}/"
+_LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib/python3[\d.]*/")
 
 
 def main_stack(text: str) -> Stack:
@@ -21,3 +26,19 @@ def main_stack(text: str) -> Stack:
         if frames and frames[-1].name != "_bootstrap":
             main = frames
     return main
+
+
+def is_ours(stack: Stack) -> bool:
+    """True if the toolkit has called the library in which the rank is, or is there itself."""
+    caller = next((frame.filename for frame in stack if frame.filename.startswith(_OURS) or not _is_library(frame)), "")
+    return caller.startswith(_OURS)
+
+
+def program_line(stack: Stack) -> str | None:
+    """Return the innermost line of the user's program as ``train.py:12``; None where there is none."""
+    own = (frame for frame in stack if not frame.filename.startswith(_OURS) and not _is_library(frame))
+    return next((f"{Path(frame.filename).name}:{frame.lineno}" for frame in own), None)
+
+
+def _is_library(frame: FrameSummary) -> bool:
+    return _LIBRARY.search(frame.filename) is not None

@@ -28,10 +28,10 @@ from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.agent.reports import merge as merge_digests
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import RunningRanks
-from toolkit.plugins.hangs import silence, stack_digest
+from toolkit.plugins.hangs import flights, silence, stack_digest
 from toolkit.plugins.hangs.faulthandler_text import Stack, main_stack
 from toolkit.plugins.hangs.silence import NodesWatch
-from toolkit.plugins.hangs.stack_digest import RankGroup, RankStack
+from toolkit.plugins.hangs.stack_digest import WAITING, RankGroup, RankStack
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.records import user_request
@@ -203,7 +203,11 @@ def _orders(
 def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
     """Find out which rank is behind, and note it for `toolkit why`. ``hosts`` are by rank."""
     folder = run.attempt_logs(attempt)
-    culprits, how = blame(groups)
+    one_of_each = sorted(groups, key=lambda group: len(group.ranks))[-flights.MOST :]
+    recorded = {group.ranks[0]: flights.calls_of(folder, group.ranks[0]) for group in one_of_each}
+    odd, difference = flights.first_difference(recorded, {each.ranks[0]: len(each.ranks) for each in one_of_each})
+    culprits, how = blame(groups, odd)
+    how += difference and f"; {difference}"
     answered = _count(group for group in groups if group.has_answered)
     log.info("%d of %d ranks answered: %s", answered, len(hosts), folder / "stack-*.txt")
     # The culprit is unknown: the failure names no rank.
@@ -276,12 +280,13 @@ def _format(stack: Stack) -> str:
 # ------------------------------------------------------------------------------------------------------- who is behind
 
 
-def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
+def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int], str]:
     """Return the ranks that the others wait for, and one line about all ranks.
 
     The line says what they and the others do. ``RankGroup.place`` tells which ranks are behind. Where all wait in
-    collectives, those in another one than most are named. No rank is named where the one that is waited for may be
-    among those whose stacks could not be read. ``groups`` are merged, see :mod:`stack_digest`.
+    collectives, those in another one than most are named, or at another line. If a rank is known to have made an
+    ``odd`` call, its group is named. No rank is named where the one that is waited for may be among those whose stacks
+    could not be read. ``groups`` are merged, see :mod:`stack_digest`.
     """
     if not groups:
         return [], "every rank has ended, but not what started them"
@@ -297,15 +302,20 @@ def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
             line += f"; {_counts(read, 'rank')}"
         return [], line
     last = [group for group in groups if group.place == furthest]
-    # Of those furthest behind the rarest activity is blamed.
+    # All wait for each other: a call that only some ranks make puts these behind, and one that they leave out ahead.
+    if all(group.is_read and group.place[0] and group.place[2] >= WAITING for group in groups):
+        last = list(groups)
     does = _by_activity(last)
-    doing = min(does, key=does.__getitem__)
-    blamed = [group for group in last if group.doing == doing]
-    culprits = sorted(rank for group in blamed for rank in group.ranks)
-    line = f"{doing}, {blamed[0].still_s:.0f} s"
+    # The rarest activity is blamed, and of those that are as rare the one furthest behind.
+    blamed = next((group for group in groups if odd in group.ranks), None) or min(
+        last, key=lambda group: (does[group.doing], group.place)
+    )
+    alike = [group for group in groups if (group.doing, group.place) == (blamed.doing, blamed.place)]
+    culprits = sorted(rank for group in alike for rank in group.ranks)
+    line = f"{blamed.doing}, {blamed.still_s:.0f} s"
     if len(culprits) > 1:
         line += f" ({_names(culprits[1:])} as well)"
-    others = [group for group in groups if group not in blamed]
+    others = [group for group in groups if group not in alike]
     if others:
         line += f"; {_counts(others)}"
     return culprits, line

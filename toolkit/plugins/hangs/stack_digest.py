@@ -27,7 +27,7 @@ from toolkit.base import reading
 from toolkit.hang import activity, stacks
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.hangs import outside_stacks
-from toolkit.plugins.hangs.faulthandler_text import Stack, main_stack
+from toolkit.plugins.hangs.faulthandler_text import Stack, is_ours, main_stack, program_line
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
@@ -103,9 +103,12 @@ def awaits(stack: Stack, waits: Mapping[str, str] = WAITS) -> str | None:
     """Return what the rank waits for with others, such as ``in all_reduce``. None: it does something itself.
 
     DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
+    Before a forward pass it exchanges buffers, and once the layout of its buckets.
     """
     if stack and stack[0].name == "_engine_run_backward":
         return "in all_reduce"
+    if stack and stack[0].filename.endswith("/torch/nn/parallel/distributed.py"):
+        return "in DistributedDataParallel"
     if stack and "/torch/distributed/" in stack[0].filename:
         # Name the public function that the rank has called, where there is one.
         names = [frame.name for frame in stack if "/torch/distributed/" in frame.filename]
@@ -130,7 +133,12 @@ class RankStack:
 
     @property
     def doing(self) -> str:
-        """Return what the rank does, for a reader; equal for ranks that do the same."""
+        """Return what the rank does and where, for a reader; equal for ranks that do the same."""
+        line = program_line(self.stack or ())
+        return self._activity if line is None else f"{self._activity} ({line})"
+
+    @property
+    def _activity(self) -> str:
         if self.stack and (waits := awaits(self.stack, self.waits)):
             return waits
         if not self.is_read:
@@ -145,12 +153,14 @@ class RankStack:
     def order(self) -> tuple[bool, int, int, bool]:
         """Return a key by which ranks that are further behind are smaller.
 
-        In order: has not joined, has done fewer steps, is in no collective, does not answer. What a rank does in a step
-        is unknown without a stack; most likely it waits as well.
+        In order: has not joined, has done fewer steps, is in no collective, is in one that the toolkit has not called,
+        does not answer. What a rank does in a step is unknown without a stack; most likely it waits as well.
         """
         answers = bool(self.stack) or not self.standing.is_silent
         guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
-        waits = 2 if not self.is_read or awaits(self.stack or (), self.waits) else int(guessed)
+        waits = int(guessed)
+        if not self.is_read or awaits(self.stack or (), self.waits):
+            waits = WAITING + is_ours(self.stack or ())  # all ranks make the toolkit's own calls
         return *self.reported, waits, answers
 
     @property
@@ -161,8 +171,9 @@ class RankStack:
 
 # --------------------------------------------------------------------------------------------------------- the digest
 
-#: Smaller is further behind, see :attr:`RankStack.order`.
+#: Smaller is further behind, see :attr:`RankStack.order`. The third is ``WAITING`` or more for ranks in a collective.
 Place: TypeAlias = tuple[bool, int, int, bool]
+WAITING = 2
 
 
 @dataclass(frozen=True)
