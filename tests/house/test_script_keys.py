@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base.errors import ConfigError
+from toolkit.base.errors import EXIT_REQUEST, ConfigError
 from toolkit.cli import main as cli
 from toolkit.cli.run_rows import read_config
 from toolkit.config import FOREIGN_JOB, load_config
@@ -171,6 +171,81 @@ def test_a_key_that_changes_nothing_is_refused_with_what_to_write(text: str, giv
     Path("c.yaml").write_text("job: train.py\n" + "optim:\n  momentum: 0.1\n")
     with pytest.raises(ConfigError, match=r"c.yaml, line 3: optim.momentum: train.py does not read it"):
         load("c.yaml", [], Path.cwd())
+
+
+PARSED = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("-b", "--batch-size", type=int)
+parser.add_argument("--amp", action=argparse.BooleanOptionalAction)
+parser.add_argument("data")
+"""
+PARSES = PARSED + "args = parser.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "knows_all"),
+    [
+        (PARSES, True),
+        (PARSED + "group = parser.add_argument_group('x')\ngroup.add_argument('--more')\nparser.parse_args()", True),
+        ("import options\nargs = options.parser_of().parse_args()", True),
+        ("from options import parser_of\nparser = parser_of()\nargs = parser.parse_args()", True),
+        (PARSED + "args, rest = parser.parse_known_args()", False),
+        (PARSED + "args = parser.parse_args(words)", False),
+        (PARSES + "for name in names: parser.add_argument('--' + name)", False),
+        (PARSES + "parser.add_argument('rest', nargs=argparse.REMAINDER)", False),
+        (PARSES + "deepspeed.add_config_arguments(parser)", False),
+        (PARSES + "getattr(library, 'extend')(parser=parser)", False),
+        (PARSES + "import sys\nsys.argv.remove('--x')", False),
+        (PARSED + "class Mine(argparse.ArgumentParser): ...\nMine().parse_args()", False),
+        ("import tap\nparser = tap.Tap()\nargs = parser.parse_args()", False),
+        ("from jsonargparse import ArgumentParser\nparser = ArgumentParser()\nargs = parser.parse_args()", False),
+        ("import options\n", False),
+        ("import click\n@click.option('--lr')\ndef f(): ...\nf()", False),
+    ],
+)
+def test_an_option_that_no_parser_of_the_script_has_is_refused(text: str, knows_all: bool) -> None:
+    parser_of = textwrap.indent(PARSED, "    ") + "    return parser\n"
+    write(train=START + text, plain=text, options="def parser_of():" + parser_of + "if __name__ == '__main__': main()")
+    for script in ("train.py", "plain.py"):
+        for name in ("b", "batch-size", "batch", "amp", "no-amp", "help"):
+            assert load(script, [f"args.{name}=1"], Path.cwd()).args == {name: 1}
+        load(script, ["args.batch_size=1", 'argv=["--batch_size", "3"]'], Path.cwd())
+        if knows_all:
+            why = rf"args.batch_size: {script} has no option --batch_size; did you mean 'batch-size'\? it takes amp, "
+            with pytest.raises(ConfigError, match=why):
+                load(script, ["args.batch_size=1"], Path.cwd())
+        else:
+            load(script, ["args.batch_size=1"], Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("command", "is_checked"),
+    [
+        (["torchrun", "--nproc-per-node", "2", "train.py", "x"], True),
+        (["bash", "-c", "python train.py"], False),
+        (["bash", "go.sh"], False),
+        (["python", "launch.py", "train.py"], False),
+    ],
+)
+def test_options_of_a_command_are_checked_where_they_are_its_scripts(command: list[str], is_checked: bool) -> None:
+    write(train=PARSES, launch="import subprocess, sys\nsubprocess.run(sys.argv[1:])")
+    Path("go.sh").write_text("python train.py $1\n")
+    refusal = acting_keys(FOREIGN_JOB, command).refusal_of_option("lr")
+    assert (refusal is not None) == is_checked
+
+
+def test_keys_of_a_program_that_cannot_be_read_are_said_to_be_unchecked(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("a.out").write_bytes(b"\x7fELF\xd0\xcb")
+    Path("go.sh").write_text("#!/bin/sh\nexec ./a.out\n")
+    for _ in range(2):
+        load(None, ["optim.lr=1", "cluster.nodes=1", f"job={FOREIGN_JOB}", 'argv=["./a.out"]', "args.x=1"], Path.cwd())
+    assert caplog.messages == ["./a.out is no Python file that can be read, so whether it reads optim.lr is not known"]
+    for file in ("a.out", "go.sh"):
+        assert cli.main(["submit", file]) == EXIT_REQUEST
+        assert f"; a program is run by `toolkit exec -- {Path.cwd() / file}`" in capsys.readouterr().err
 
 
 def test_a_key_that_another_one_refers_to_acts() -> None:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import registry
-from toolkit.base import fsio, reading
+from toolkit.base import fsio, logs, reading
 from toolkit.base.durations import parse_minutes, parse_slurms
-from toolkit.base.errors import ConfigError, nearest
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import yaml_core
 from toolkit.config.cluster import instead_of_flag
 from toolkit.config.job_module import job_source, params_source
@@ -54,6 +56,8 @@ SBATCH_VARIABLES = {
     "qos": "SBATCH_QOS",
     "constraint": "SBATCH_CONSTRAINT",
 }
+
+log = logs.get(__name__)
 
 
 def load_config(
@@ -185,14 +189,35 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
 def _refuse_unread(layers: Sequence[Layer], acting: ActingKeys, merged: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first key of these layers that makes no difference to the job.
 
-    A key makes one where another refers to it.
+    A key makes one where another refers to it. Log a warning of keys of a program that is not known to read them.
     """
     references = re.findall(r"\$\{([^}]*)\}", json.dumps(merged, default=str))
+    unchecked = []
     for layer in layers:
         for key, node in _leaf_nodes(layer, layer.root):
             leaf = key.rpartition(".")[2]
-            if not acting.include(key) and not any(leaf in reference for reference in references):
+            if any(leaf in reference for reference in references):
+                continue
+            if not acting.include(key):
                 raise layer.error(node, acting.refusal(key, node.value if isinstance(node, ScalarNode) else "..."))
+            if key == "args" and isinstance(node, MappingNode):
+                _refuse_options(layer, node, acting, merged["argv"])
+            if not acting.script and not acting.include_by_toolkit(key):
+                unchecked.append(key)
+    if unchecked:
+        _warn_of_unchecked(merged["argv"][0], listing(unchecked, 4))
+
+
+def _refuse_options(layer: Layer, node: MappingNode, acting: ActingKeys, argv: Sequence[str]) -> None:
+    """Raise ConfigError for an ``args.NAME`` that the script's own parser would refuse. Words of ``argv`` are set."""
+    for name in layer.pairs(node).keys() - named(argv):
+        if refusal := acting.refusal_of_option(name):
+            raise layer.error(node, refusal)
+
+
+@lru_cache(maxsize=16)
+def _warn_of_unchecked(program: str, keys: str) -> None:
+    log.warning("%s is no Python file that can be read, so whether it reads %s is not known", program, keys)
 
 
 def _leaf_nodes(layer: Layer, node: MappingNode, prefix: str = "") -> Iterator[tuple[str, Node]]:
@@ -261,6 +286,12 @@ def site_layers(enabled: bool) -> list[Layer]:
     return file_layers(path, ())
 
 
+def _as_program(path: Path) -> str:
+    """Return how to run a file that is no config, if its name says that it may be a program."""
+    is_config = path.suffix in (".yaml", ".yml")
+    return "" if is_config else f"; a program is run by `toolkit exec -- {shlex.quote(str(path.absolute()))}`"
+
+
 def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     """Return the layers of a file, beginning with those that it extends."""
     if path.resolve() in above:
@@ -272,14 +303,17 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         others = sorted(map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else []
         hint = f"; {nearest(str(path), others)}there are: {', '.join(others)}" if others else ""
         raise ConfigError(f"{path}{by}: no such config file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path}{by}: cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}{by}: is no text in UTF-8, and so no config{_as_program(path)}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     if root is None:
         root = MappingNode("", [])
     if not isinstance(root, MappingNode):
-        raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
+        why = "must hold `key: value` lines, not a list or a single value"
+        raise ConfigError(f"{path}: {why}{_as_program(path)}")
     layer = Layer(str(path), root)
     # `sweep` is no key of a config: keep it beside the layer.
     for key, value in layer.root.value:

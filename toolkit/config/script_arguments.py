@@ -29,7 +29,7 @@ def with_options(words: Sequence[str], options: Mapping[str, Argument]) -> list[
     """
     line = list(words)
     for name, value in options.items():
-        flag = _flag(name)
+        flag = flag_of(name)
         last = line.index("--") if "--" in line else len(line)
         begin = next((at for at, word in enumerate(line[:last]) if word.partition("=")[0] == flag), last)
         end = begin
@@ -54,7 +54,8 @@ def argv_override(words: Sequence[str], key: str = "argv") -> str:
     return f"{key}={json.dumps(escaped(list(words)), ensure_ascii=False)}"
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the option that ``args.NAME`` sets."""
     return f"-{name}" if len(name) == 1 else f"--{name}"
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from toolkit import registry
 from toolkit.base import reading
-from toolkit.base.errors import ConfigError, listing
+from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config.job_module import is_class, job_source, main_of
 from toolkit.config.schema import CALLED_JOB, FOREIGN_JOB, all_keys
+from toolkit.config.script_arguments import flag_of
 from toolkit.config.source import PythonSource, project_files, read_source
 
 #: Keys, and sections with a dot, of what starts and watches the ranks of any job.
@@ -80,6 +81,8 @@ class KeysOfFiles:
     read: frozenset[str] = frozenset()  #: the keys and sections that the files read; "" is the whole config
     is_main: bool = False  #: a ``main(config)`` that the toolkit calls
     options: tuple[Option, ...] = ()  #: the script's own, as far as the files tell
+    flags: frozenset[str] = frozenset()  #: all flags of the options that the files declare by argparse
+    refuses_others: bool = False  #: the script's argparse surely ends it at any other flag
 
     def include(self, key: str) -> bool:
         return self.include_by_toolkit(key) or any(
@@ -96,8 +99,15 @@ class ActingKeys:
     The modules that its script imports, which may be hundreds, are read only where the script leaves a key undecided.
     """
 
-    def __init__(self, of_script: KeysOfFiles = KeysOfFiles(), of_all: Callable[[], KeysOfFiles] = KeysOfFiles) -> None:
-        self._of_script, self._read_all = of_script, of_all
+    def __init__(
+        self,
+        of_script: KeysOfFiles = KeysOfFiles(),
+        of_all: Callable[[], KeysOfFiles] = KeysOfFiles,
+        *,
+        takes_arguments: bool = False,
+    ) -> None:
+        """``takes_arguments``: the command's arguments are those of one script."""
+        self._of_script, self._read_all, self._takes_arguments = of_script, of_all, takes_arguments
 
     @cached_property
     def _of_all(self) -> KeysOfFiles:
@@ -120,6 +130,18 @@ class ActingKeys:
     def include_by_toolkit(self, key: str) -> bool:
         """True if the toolkit itself reads ``key`` while this job runs."""
         return self._of_script.include_by_toolkit(key) or self._of_all.include_by_toolkit(key)
+
+    def refusal_of_option(self, name: str) -> str | None:
+        """Return why ``args.NAME`` is refused; None where the script takes it, or its options are not all known."""
+        flag = flag_of(name)
+        # argparse takes the beginning of a flag for the whole.
+        if not self._takes_arguments or any(each.startswith(flag) for each in self._of_script.flags):
+            return None
+        found = self._of_all
+        if not found.refuses_others or any(each.startswith(flag) for each in found.flags):
+            return None
+        names = sorted(each.lstrip("-") for each in found.flags)
+        return f"args.{name}: {self.script} has no option {flag}; {nearest(name, names)}it takes {listing(names, 30)}"
 
     def refusal(self, key: str, value: str = "...") -> str:
         """Return why ``key`` is refused, and what to write instead."""
@@ -162,7 +184,13 @@ def acting_keys(job: str, argv: Sequence[str], project: Path | None = None) -> A
                 sources = dict.fromkeys(chain.from_iterable(project_files(script, folder) for script in scripts))
                 return _read_by(tuple(sources), _outside(sources, places), is_foreign)
 
-            return ActingKeys(_read_by(tuple(scripts), _outside(scripts, places), is_foreign), of_all)
+            of_scripts = _read_by(tuple(scripts), _outside(scripts, places), is_foreign)
+            # Words behind a shell are its own.
+            is_command = not is_foreign or [folder / word for word in argv if word.endswith(".py")] == paths
+            return ActingKeys(of_scripts, of_all, takes_arguments=is_command)
+    if is_foreign and argv:
+        unknown = KeysOfFiles(by_toolkit=(*OF_ANY_JOB, "args", "argv"), read=frozenset({""}))
+        return ActingKeys(unknown, lambda: unknown)
     return ActingKeys()
 
 
@@ -206,7 +234,7 @@ def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_fore
     if is_foreign:
         by_toolkit += ("argv",)
     read, options = frozenset(reader.read_keys()), tuple(_options(sources))
-    return KeysOfFiles(sources[0].path.name, by_toolkit, read, main is not None, options)
+    return KeysOfFiles(sources[0].path.name, by_toolkit, read, main is not None, options, *_flags(sources))
 
 
 class _Reader:
@@ -376,6 +404,56 @@ def _declared(function: str, call: ast.Call) -> Option | None:
         default, about = (*call.args[1:3], None, None)[:2]
         return _option(f"--{words[0]}", default, about)
     return None
+
+
+#: Calls that leave flags to others which argparse does not know.
+_PARTLY = {"parse_known_args", "parse_known_intermixed_args"}
+_PARSER = re.compile("(?i)parser")
+
+
+def _flags(sources: Sequence[PythonSource]) -> tuple[frozenset[str], bool]:
+    """Return the flags that the files declare by argparse, and whether a first file takes surely no other ones.
+
+    That is so if it calls ``parse_args()`` of a parser that the files make, no other code gets the parser or the words,
+    and each flag is a plain text.
+    """
+    nodes = [(node, source) for source in sources for node in source.nodes]
+    functions = {node.name for node, _ in nodes if isinstance(node, ast.FunctionDef)}
+
+    def makes_parser(node: ast.expr, source: PythonSource) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        return source.full_name(node.func) == "argparse.ArgumentParser" or _last_part(node.func) in functions
+
+    made: dict[str, set[bool]] = {}
+    flags, parses, is_open = {"-h", "--help"}, False, False
+    for node, source in nodes:
+        for name, value in _assigned(node):
+            made.setdefault(name, set()).add(makes_parser(value, source))
+        is_open |= getattr(node, "attr", getattr(node, "id", None)) == "argv"
+        is_open |= isinstance(node, ast.ClassDef) and any(_last_part(base).endswith("Parser") for base in node.bases)
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = _last_part(node.func), {word.arg: word.value for word in node.keywords}
+        given = [*node.args, *words.values()]
+        is_open |= name not in functions and any(_PARSER.search(_last_part(each)) for each in given)
+        is_open |= name in _PARTLY or "prefix_chars" in words
+        is_open |= name.endswith("Parser") and source.full_name(node.func) != "argparse.ArgumentParser"
+        if name == "parse_args" and not given and source is sources[0] and isinstance(node.func, ast.Attribute):
+            parses, of = True, node.func.value
+            is_open |= not makes_parser(of, source) and made.get(_last_part(of)) != {True}
+        if name == "add_argument":
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            flags |= {text for text in texts if isinstance(text, str) and text.startswith("-")}
+            is_open |= len(texts) < len(node.args) or None in words or _last_part(words.get("nargs")) == "REMAINDER"
+            if _last_part(words.get("action")) == "BooleanOptionalAction":
+                flags |= {f"--no-{text.removeprefix('--')}" for text in texts if isinstance(text, str)}
+    return frozenset(flags), parses and not is_open
+
+
+def _last_part(node: ast.expr | None) -> str:
+    """Return ``b`` of ``a.b``; "" of an expression that is no name."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _of_signature(function: ast.FunctionDef | None) -> list[Option | None]:
