@@ -168,3 +168,14 @@ def test_a_shell_that_has_outlived_its_job_starts_nothing_and_blames_no_node(sit
     out = site.run("toolkit", "exec", "--", "true", check=False, **variables)
     assert f"job {variables['SLURM_JOB_ID']}, in which this shell was started, is over here (COMPLETED)" in out
     assert not site.runs.exists()
+
+
+def test_limits_of_the_setup_hold_for_the_ranks(site: Site) -> None:
+    """The box gives each step the limits of its node's slurmd, as many sites do."""
+    told = site.folder / "told"
+    told.mkdir()
+    site.give(told)
+    setup = 'cluster.setup=["ulimit -Sn 2000 && ulimit -S -c 0"]'
+    command = f"ulimit -n >{told}/$RANK; ulimit -c >>{told}/$RANK"
+    site.run("toolkit", "exec", "cluster.nodes=2", setup, "--wait", "--", "sh", "-c", command)
+    assert [path.read_text().split() for path in told.iterdir()] == [["2000", "0"]] * 2

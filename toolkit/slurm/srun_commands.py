@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,32 @@ def srun_argv(step: SrunStep) -> list[str]:
         *step.extra,
         *step.command,
     ]
+
+
+#: Slurm's names of the limits that bash's ulimit sets, by its options. Without any it sets that of files' sizes.
+_LIMITS = {
+    "c": "CORE",
+    "d": "DATA",
+    "f": "FSIZE",
+    "l": "MEMLOCK",
+    "m": "RSS",
+    "n": "NOFILE",
+    "s": "STACK",
+    "t": "CPU",
+    "u": "NPROC",
+    "v": "AS",
+}
+
+
+def limit_options(setup: Sequence[str]) -> list[str]:
+    """Return srun's option by which tasks have the limits that the shell lines ``setup`` set with ulimit.
+
+    Many sites give a step the limits of the node's own daemon (``PropagateResourceLimits=NONE``).
+    """
+    words = [options.split() for line in setup for options in re.findall(r"\bulimit\b([^;&|#]*)", line)]
+    letters = [letter for each in words for letter in "".join(word for word in each if word[0] == "-") or "f"]
+    names = dict.fromkeys(_LIMITS[letter] for letter in letters if letter in _LIMITS)
+    return [f"--propagate={','.join(names)}"] if names else []
 
 
 def srun_here_argv(command: Sequence[str]) -> list[str]:

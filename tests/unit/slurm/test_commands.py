@@ -15,7 +15,7 @@ from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
 from toolkit.slurm.jobs import JobGpus, JobStatus, parse_drained, parse_gpus, parse_jobs, parse_time, row_of
-from toolkit.slurm.srun_commands import SrunStep, srun_argv
+from toolkit.slurm.srun_commands import SrunStep, limit_options, srun_argv
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
 RUNNING = """JobId=1 JobName=my job
@@ -631,3 +631,23 @@ def test_a_comment_cannot_name_an_array() -> None:
 def test_slurms_answer_about_a_job_tells_the_memory_of_a_node(text: str, expected: int | None) -> None:
     (row,) = parse_jobs(f"JobId=7\n   JobState=RUNNING\n   {text}\n")
     assert row.memory_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("setup", "option"),
+    [
+        (["module load cuda", "ulimit -n 65536"], ["--propagate=NOFILE"]),
+        (["ulimit -Sn 4096 -c 0; ulimit -s unlimited && true"], ["--propagate=NOFILE,CORE,STACK"]),
+        (["ulimit 1000"], ["--propagate=FSIZE"]),
+        (["ulimit -n $(ulimit -Hn)  # -v"], ["--propagate=NOFILE"]),
+        (["export NAME=multiulimit", "ulimits -n 5"], []),
+    ],
+)
+def test_a_step_has_the_limits_that_the_setup_sets(setup: list[str], option: list[str]) -> None:
+    assert limit_options(setup) == option
+
+
+def test_a_job_that_another_cluster_has_started_ends_there() -> None:
+    """Accounting keeps the state when that is over, and has an exit code."""
+    assert not JobStatus("1", "REVOKED").is_over
+    assert JobStatus("1", "REVOKED", exit_code=0).is_over

@@ -19,6 +19,9 @@ from toolkit.nodes.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.nodes.start.srun import Srun, SrunEvent
 from toolkit.slurm.srun_commands import SrunStep
 
+#: Of srun for each step of agents.
+_OPTIONS = ("--cpu-bind=none", "--no-kill", "--label")
+
 
 class LocalAgent:
     """An agent on this machine, which dies with this process: an :class:`~.agents.AgentStarter`."""
@@ -65,8 +68,9 @@ class SrunAgents:
     (seen on 24.11: it stayed RUNNING for ever).
     """
 
-    def __init__(self, run: RunDir, allocation: Allocation) -> None:
-        self._run, self._allocation = run, allocation
+    def __init__(self, run: RunDir, allocation: Allocation, options: Sequence[str] = ()) -> None:
+        """Start them for a run. ``options`` are more options of srun."""
+        self._run, self._allocation, self._options = run, allocation, options
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
         # A step that was refused is tried again by a thread, while others are started: each needs a file of its own.
         self._numbers = itertools.count()
@@ -97,7 +101,7 @@ class SrunAgents:
             name=f"{self._run.id}.agents",
             mpi="none",
             gres=gres,
-            extra=["--cpu-bind=none", "--no-kill", "--label", *self._allocation.step_options(hosts), *gpus],
+            extra=[*_OPTIONS, *self._options, *self._allocation.step_options(hosts), *gpus],
             overlap=True,
         )
         # Since 24.11 a site may have a whole step killed with one process that runs out of memory: all agents, that is.

@@ -37,7 +37,7 @@ from toolkit.slurm.commands import SlurmCommands, settings_of
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment
 from toolkit.slurm.network import listen
-from toolkit.slurm.srun_commands import SrunStep, srun_here_argv
+from toolkit.slurm.srun_commands import SrunStep, limit_options, srun_here_argv
 
 #: After the end of a step the agents confirm within this time that they have passed on its ranks' reports.
 REPORTS_WAIT_S = 10.0
@@ -53,7 +53,8 @@ def launcher(
     config: JobConfig, run: RunDir, slurm: SlurmCommands, agents: Agents, container: Container | None
 ) -> SrunLauncher:
     """Return the launcher for ranks over MPI, or in a container that is a step."""
-    return SrunLauncher(run, slurm, agents, container, mpi_plugin(config, slurm))
+    options = limit_options(config.cluster.setup) + ([] if container is None else container.srun_options())
+    return SrunLauncher(run, slurm, agents, options, container, mpi_plugin(config, slurm))
 
 
 class SrunLauncher(AgentUser):
@@ -68,12 +69,13 @@ class SrunLauncher(AgentUser):
         run: RunDir,
         slurm: SlurmCommands,
         agents: Agents,
+        options: Sequence[str],
         container: Container | None = None,
         mpi: str | None = None,
     ) -> None:
-        """Take what the launcher needs. ``mpi`` is the plugin that ranks over MPI need."""
+        """Take what the launcher needs: more ``options`` of srun, and the plugin that ranks over MPI need."""
         self._run, self._slurm, self._agents = run, slurm, agents
-        self._container, self._mpi = container, mpi
+        self._options, self._container, self._mpi = options, container, mpi
         self._step: _SrunRanks | None = None
 
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
@@ -125,7 +127,7 @@ class SrunLauncher(AgentUser):
             name=f"{self._run.id}.{attempt}",
             mpi=self._mpi,
             gres=allocation.gres(allocation.hosts),
-            extra=self._container.srun_options() if self._container else (),
+            extra=self._options,
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
         srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt), parents=1) / "hostfile")

@@ -28,6 +28,7 @@ from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Slurm, settings_of
 from toolkit.slurm.container import Container, outermost
 from toolkit.slurm.container import parse as parse_image
+from toolkit.slurm.srun_commands import limit_options
 
 log = logs.get(__name__)
 
@@ -62,7 +63,9 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     watch = None
     if may_lose_nodes(config, len(allocation.hosts)):
         watch = partial(registry.needed("watch_batch_host", "a job with --no-kill"), run, allocation)
-    agents = Agents(run, allocation, SrunAgents(run, allocation), endpoint, watch_command=watch)
+    agents = Agents(
+        run, allocation, SrunAgents(run, allocation, limit_options(config.cluster.setup)), endpoint, watch_command=watch
+    )
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
     needs_srun = config.dist.backend == "mpi" or (container is not None and container.is_a_step)
     if needs_srun:
