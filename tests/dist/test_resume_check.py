@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from tests.dist.objectives import classification, cross_entropy
 from tests.dist.ranks import in_run, run_ranks
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_for
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
@@ -380,4 +381,26 @@ def test_a_check_that_proves_nothing_does_not_pass(
     done = command(tmp_path / "runs", "train.py", *words, project=tmp_path)
     assert done.returncode == code, done.stderr
     assert says in " ".join((done.stdout + done.stderr).split())
+    assert all_runs(tmp_path / "runs") == []
+
+
+def test_a_check_that_is_interrupted_leaves_no_run(tmp_path: Path) -> None:
+    slow = SHORT_LOOP.replace("        loss", "        time.sleep(1)\n        loss", 1)
+    (tmp_path / "train.py").write_text("import time\n" + slow)
+    runs = tmp_path / "runs"
+    argv = [sys.executable, "-m", "toolkit", "resume-check", "train.py", "--executor", "local"]
+    environ = {"TOOLKIT_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    with subprocess.Popen(argv, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: any((run.status().progress.step or 0) > 0 for run in all_runs(runs)), 120, "a step")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE * 60)
+    assert "is ended and removed" in said
+    assert all_runs(runs) == []
+
+
+def test_a_function_that_makes_no_steps_of_the_toolkit_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def main(config):\n    print(config.optim.lr)\n")
+    done = command(tmp_path / "runs", "train.py", project=tmp_path)
+    assert done.returncode != 0
+    assert "a loop over run.steps() of toolkit.start()" in done.stderr
     assert all_runs(tmp_path / "runs") == []

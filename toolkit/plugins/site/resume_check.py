@@ -19,7 +19,8 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs
-from toolkit.base.errors import JobFailedError, RequestError
+from toolkit.base.errors import JobFailedError, RequestError, ToolkitError
+from toolkit.config.script_keys import acting_keys
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
@@ -46,7 +47,25 @@ log = logs.get(__name__)
 
 
 def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str = "auto") -> CheckReport:
-    """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed."""
+    """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed.
+
+    After Ctrl-C no run is left.
+    """
+    made: list[Run] = []
+    try:
+        return _check(config, overrides, plan, executor, made)
+    except KeyboardInterrupt:
+        for run in made:
+            log.warning("run %s is ended and removed", run.id)
+            with suppress(ToolkitError):
+                run.cancel()
+                run.wait()
+            remove(run.dir.path)
+        raise
+
+
+def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str, made: list[Run]) -> CheckReport:
+    """Do what :func:`check` says, and note the runs that are ``made`` for it."""
     if plan.how not in SIGNALS:
         raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
     if plan.then_ranks is not None and plan.how != "kill":
@@ -56,7 +75,8 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     if plan.step is not None and not 0 < plan.step < plan.steps - 1:
         raise RequestError(f"resume-check: step {plan.step} is not within 1..{plan.steps - 2}")
     loaded = load(config, overrides, Path.cwd())
-    if not configs.has_own_steps(loaded.job):
+    # A main(config) that takes no number of steps makes none of the toolkit's.
+    if not configs.has_own_steps(loaded.job) or not acting_keys(loaded.job, ()).include("train.max_steps"):
         raise RequestError(f"resume-check: {config}: {_NO_STEP}")
     if plan.then_ranks is not None and plan.then_ranks % loaded.cluster.nodes:
         raise RequestError(
@@ -71,6 +91,7 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
         common.append("checkpoint.every_steps=null")
     with _brief({}):
         run = submit(config, [*common, f"name={loaded.name}-undisturbed"], executor=executor)
+    made.append(run)
     undisturbed = _completed(run)
     # A loop of one's own, or few epochs, may end before ``plan.steps``.
     record = read(undisturbed)
@@ -93,7 +114,7 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     retries = 0 if plan.then_ranks is not None else max(loaded.retry.max_failures, len(strikes))
     common += [f"retry.max_failures={retries}", f"retry.no_progress_attempts={len(strikes) + 2}"]
     common.append(f"name={loaded.name}-disturbed")
-    disturbed = _disturb(config, common, plan, brief, executor, undisturbed)
+    disturbed = _disturb(config, common, plan, brief, executor, undisturbed, made)
     try:
         return compare(undisturbed, _completed(disturbed), plan)
     except JobFailedError as error:
@@ -156,7 +177,13 @@ def choose_strikes(
 
 
 def _disturb(
-    config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str, like: RunDir
+    config: str,
+    overrides: list[str],
+    plan: CheckPlan,
+    brief: Mapping[str, Any],
+    executor: str,
+    like: RunDir,
+    made: list[Run],
 ) -> Run:
     """Run the config with the interruptions.
 
@@ -165,6 +192,7 @@ def _disturb(
     interrupted = RunState.STOPPED if plan.then_ranks is None else RunState.FAILED
     with _brief(brief):
         run = submit_like(like, config, overrides, executor)
+        made.append(run)
         for attempt in range(1, len(plan.struck) + 1):
             ended = run.wait()
             if ended["state"] != interrupted or len(run.dir.attempts()) != attempt:

@@ -128,6 +128,7 @@ def page(report: CheckReport, kept: Sequence[Path]) -> str:
     lines = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines]
     if kept:
         lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), kept, strict=True))]
+        lines.append(f"`toolkit rm {' '.join(path.name for path in kept)}` removes them")
     return "\n".join(lines)
 
 
