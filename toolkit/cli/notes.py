@@ -27,8 +27,11 @@ def of(row: Mapping[str, Any]) -> list[str]:
     if (why := _held_for(row)) is not None:
         text = f"Slurm holds job {row['job_id']} ({why}); when that is mended, "
         found.append(f"{text}`scontrol release {row['job_id']}` lets it go on")
-    elif row["slurm"] == "SUSPENDED":
-        found.append(f"Slurm has suspended job {row['job_id']}, and the run goes on when Slurm resumes it")
+    elif row["slurm"] in states.PAUSED:
+        goes_on = states.PAUSED[row["slurm"]].format(row["job_id"])
+        found.append(f"Slurm has suspended job {row['job_id']}, and the run goes on {goes_on}")
+    elif row["slurm"] == "REVOKED":
+        found.append(f"another cluster of the federation has started job {row['job_id']}")
     elif waits := waits_for(row):
         start = start_text(row["expected_start"])
         found.append(f"{waits}; Slurm expects it to start at {start}" if start else waits)

@@ -95,12 +95,13 @@ class JobStatus:
 
     @property
     def is_over(self) -> bool:
-        return states.is_over(self.state)
+        # A job that another cluster has started is known here to the controller until it has ended there.
+        return states.is_over(self.state) or (self.state == "REVOKED" and self.exit_code is not None)
 
     @property
-    def is_suspended(self) -> bool:
+    def is_paused(self) -> bool:
         """True while Slurm has stopped the job's processes. It sends them no signal then, and scancel would wait."""
-        return self.state == "SUSPENDED"
+        return self.state in states.PAUSED
 
 
 #: Fields that take the rest of their line: users write spaces and ``=`` into them.

@@ -42,6 +42,7 @@ _STATES: dict[str, tuple[str, Phase]] = {
     "RESIZING": ("RS", Phase.RUNNING),
     "SIGNALING": ("SI", Phase.RUNNING),
     "STAGE_OUT": ("SO", Phase.RUNNING),
+    "REVOKED": ("RV", Phase.RUNNING),  #: another cluster of the federation has started it, and here nothing will run
     "STOPPED": ("ST", Phase.RUNNING),
     "SUSPENDED": ("S", Phase.RUNNING),
     "COMPLETED": ("CD", Phase.ENDED_WELL),
@@ -52,9 +53,10 @@ _STATES: dict[str, tuple[str, Phase]] = {
     "NODE_FAIL": ("NF", Phase.ENDED_BADLY),
     "OUT_OF_MEMORY": ("OOM", Phase.ENDED_BADLY),
     "PREEMPTED": ("PR", Phase.ENDED_BADLY),
-    "REVOKED": ("RV", Phase.ENDED_BADLY),
     "TIMEOUT": ("TO", Phase.ENDED_BADLY),
 }
+#: The states of a job whose processes are stopped, with what has them go on; it may name the job.
+PAUSED = {"SUSPENDED": "when Slurm resumes it", "STOPPED": "after `scancel --signal=CONT {}`"}
 _CODES = {code: state for state, (code, _) in _STATES.items() if code}
 
 

@@ -547,6 +547,15 @@ def test_a_suspended_job_gets_no_signal(run: RunDir, slurm: FakeSlurm, caplog: p
     assert row_of(run)["state"] == "running (SUSPENDED)"
     attach(run).cancel()
     assert (slurm.sent[-1].job_id, slurm.sent[-1].signal) == ("1", None)
+    assert run.result().state == "cancelled"
+
+
+def test_a_stop_ends_a_job_that_was_suspended_before_it_trained(run: RunDir, slurm: FakeSlurm) -> None:
+    start(run, slurm, "1")
+    run.write_status(run.status().replace(state=RunState.STARTING))
+    slurm.suspend("1")
+    attach(run).stop()
+    assert (run.result().state, slurm.show_job("1").state) == ("stopped", "CANCELLED")
 
 
 # ----------------------------------------------------------------------------------------------------- twice in a row

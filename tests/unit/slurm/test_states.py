@@ -32,6 +32,7 @@ UNFINISHED = [
     "POWER_UP_NODE",
     "LAUNCH_FAILED",
     "RECONFIG_FAIL",
+    "REVOKED",
 ]
 
 

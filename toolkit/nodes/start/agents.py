@@ -306,6 +306,10 @@ class Agents:
         """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
         self.request({host: {"do": "connections"} for host in self.heard_hosts}, self._events)
 
+    def hear_all(self) -> None:
+        """Count the time of silence of all agents from now on."""
+        self.links.call(self.links.hear_all)
+
     def host_at(self, address: str) -> str | None:
         """Return the host whose agent has connected from ``address``."""
         return self.links.addresses.get(plain_address(address))

@@ -154,6 +154,11 @@ class SlurmJob:
         row = self.show()
         return row is not None and (row.state not in RUNNING_STATES or row.restarts > self._allocation.restart_count)
 
+    def is_stopped(self) -> bool:
+        """True if Slurm reports that the job's steps are stopped, by ``scancel --signal=STOP``."""
+        row = self.show()
+        return row is not None and row.state == "STOPPED"
+
     def was_preempted(self, job_id: str | None) -> bool:
         """True if that is another job than this one, and a preemption has ended it."""
         if self.slurm is None or job_id in (None, self._allocation.job_id):

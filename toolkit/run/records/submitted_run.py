@@ -55,7 +55,7 @@ class RunStanding:
             return _ASKED_FOR.get(asked, "lost") if is_lost else f"{state}? (silent)"
         expected = (Phase.RUNNING, Phase.ENDED_WELL)  # the result of a job that has just ended may not be visible yet
         is_waiting = isinstance(state, RunState) and state.is_waiting
-        if not (is_waiting or is_silent or job.is_suspended) and states.phase(job.state) in expected:
+        if not (is_waiting or is_silent or job.is_paused) and states.phase(job.state) in expected:
             return state
         if self.is_over:
             is_cancelled = is_waiting and job.state == "CANCELLED"  # by scancel: no supervisor was there to write it

@@ -34,7 +34,7 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S, SubmittedRun, submitter_of
-from toolkit.slurm import shared_queue
+from toolkit.slurm import shared_queue, states
 from toolkit.slurm.commands import Slurm, SlurmCommands
 
 if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
@@ -247,6 +247,11 @@ class Run(SubmittedRun):
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
 
+    def _has_not_trained(self) -> bool:
+        """True if no rank of the present job has begun its work. A later attempt may find its state in memory."""
+        state = self.dir.status().state
+        return state is None or state.is_waiting or (state is RunState.STARTING and not self.dir.attempts())
+
     def _has_left(self) -> bool:
         """True if the supervisor has left the run to be continued, and so writes no result."""
         state = self.dir.status().state
@@ -254,16 +259,25 @@ class Run(SubmittedRun):
 
     def _end_jobs(self, what: Intent, slurm: SlurmCommands) -> bool | None:
         """Tell the run's jobs to end; return whether none has a process. None while Slurm is ending one of them."""
-        answers = self._jobs().ask(slurm.show_jobs)
+        answers, killed = self._jobs().ask(slurm.show_jobs), False
         # The last follow-up job comes first, because each would start when those before it have ended.
         for job, status in reversed(answers.items()):
             if status is None:
                 continue
-            # A job that still waits has nothing to save, so also a stop cancels it.
-            if what is Intent.CANCEL or ownership.waits(status):
+            # A job that still waits, or that was suspended before it trained, has nothing to save: a stop cancels it.
+            has_nothing = ownership.waits(status) or (status.is_paused and self._has_not_trained())
+            if what is Intent.CANCEL or has_nothing:
                 slurm.cancel(job)
-            elif status.is_suspended:
-                log.warning("Slurm has suspended job %s: the run stops when Slurm resumes it", job)
+                killed |= status.is_paused
+            elif status.is_paused:
+                goes_on = states.PAUSED[status.state].format(job)
+                log.warning("Slurm has suspended job %s: the run stops %s", job, goes_on)
+        # Slurm sends what it has suspended SIGKILL alone: its supervisor writes no result.
+        if killed:
+            deadline = time.monotonic() + ENDING_S
+            while not (is_over := self.is_over()) and time.monotonic() < deadline:
+                time.sleep(LOOK_AGAIN_S)
+            return is_over
         left = [status for status in answers.values() if status is not None and not status.is_over]
         if any(status.state == "COMPLETING" for status in left):
             return None

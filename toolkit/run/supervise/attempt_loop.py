@@ -60,6 +60,8 @@ KILL_AGAIN_S = 10.0
 UNKILLABLE_S = 60.0
 #: Ranks that got SIGKILL are gone after this time.
 DYING_S = 1.0
+#: Slurm is asked this often whether the job's steps are stopped: where no agent is heard, and where they are.
+ASK_STOPPED_EVERY_S, LOOK_STOPPED_EVERY_S = 15.0, 5.0
 
 log = logs.get(__name__)
 
@@ -99,6 +101,7 @@ class AttemptLoop:
         self._hangs = HangWatch(context, attempt, ranks)
         self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
+        self._ask_stopped_at = -math.inf  #: when to ask again whether the job is stopped
 
     def run(self) -> None:
         """Return when all ranks have ended. Raises Overtaken when the run belongs to another job."""
@@ -159,6 +162,7 @@ class AttemptLoop:
 
     def _do_periodic_work(self) -> None:
         """Do the periodic work that no event triggers."""
+        self._wait_while_stopped()
         # This node may have been cut off, and Slurm has restarted the job elsewhere.
         if not self._context.claim.holds():
             self._ranks.abandon()
@@ -183,6 +187,24 @@ class AttemptLoop:
         self._care.dead.ask("look", self._attempt)
         self._care.look_for_ailing(self._attempt, self.stops)
         self.stops.leave_the_rest_to_slurm()
+
+    def _wait_while_stopped(self) -> None:
+        """Wait while all steps of the job are stopped, by ``scancel --signal=STOP``. This process is in none of them.
+
+        The time counts neither as silence nor as a hang, and no rank is killed in it.
+        """
+        attempt, agents, began = self._attempt, self._context.agents, time.monotonic()
+        if agents is None or not agents.silent_hosts.issuperset(attempt.plan.hosts) or began < self._ask_stopped_at:
+            return
+        self._ask_stopped_at = began + ASK_STOPPED_EVERY_S
+        if not self._context.job.is_stopped():
+            return
+        log.warning("Slurm has stopped the job's steps: waiting until they go on")
+        while self._context.job.is_stopped():
+            agents.hear_all()
+            time.sleep(LOOK_STOPPED_EVERY_S)
+        if attempt.kill_at is not None:
+            attempt.kill_at += time.monotonic() - began
 
     def _handle(self, event: Any) -> None:
         attempt = self._attempt
