@@ -316,7 +316,7 @@ class FakeSlurm(_FakeJobs):
     # -------------------------------------------------------------------------------------------------- inside
 
     def _cancel(self, row: JobRow) -> None:
-        if phase(row.state) is Phase.PENDING:
+        if phase(row.state) is Phase.PENDING or row.state == "SUSPENDED":  # without a word to its processes
             self._set(row, state="CANCELLED", end_time=self.now)
         elif row.state == "RUNNING":
             self._complete(row, "CANCELLED")
