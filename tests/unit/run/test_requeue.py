@@ -143,6 +143,17 @@ def test_a_refused_requeue_is_tried_again(run: RunDir, monkeypatch: pytest.Monke
     assert slurm.refused == 2
 
 
+def test_a_job_that_is_no_batch_job_is_asked_for_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    """Slurm requeues none that salloc has made."""
+
+    class Refuses(FakeSlurm):
+        def requeue(self, job_id: str, *, if_running: bool = False) -> None:
+            raise SlurmRefusedError("Only batch jobs are accepted or processed for job 1")
+
+    assert requeued(run, Refuses()) is JobFate.UNKNOWN
+    assert caplog.text.count("the job cannot be requeued") == 1
+
+
 @pytest.mark.parametrize("why", ["QOSMaxSubmitJobPerUserLimit", "Access/permission denied", "No space left on device"])
 def test_a_run_without_its_follow_up_job_ends_with_the_cause(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, why: str

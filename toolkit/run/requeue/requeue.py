@@ -156,6 +156,8 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
         except (SlurmError, OSError) as error:  # ``look`` reads the run's folder, too
             refusal = f"the job cannot be requeued: {error}"
             log.warning("%s", refusal)
+            if "Only batch jobs" in refusal:  # such as one of salloc: it will be no other
+                return JobFate.UNKNOWN, refusal
             if isinstance(error, SlurmRefusedError):
                 deadline = min(deadline, time.monotonic() + ENDING_S)
         if time.monotonic() >= deadline:
