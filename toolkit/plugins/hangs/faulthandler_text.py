@@ -8,13 +8,11 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import TypeAlias
 
-import toolkit
-
 Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_OURS = f"{Path(toolkit.__file__).parent}/"
+_OURS = f"{Path(__file__).parents[2]}/"
 _LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib/python3[\d.]*/")
 
 
