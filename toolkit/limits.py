@@ -64,23 +64,20 @@ class Text:
 
 
 class OneOf:
-    """One of these words, or of those that the core and the plugins bring as ``kind``."""
+    """One of these words, or of what there is of a ``kind``."""
 
     def __init__(self, *words: str, kind: registry.Kind | None = None) -> None:
         self._words, self._kind = words, kind
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the words, those of other people's plugins last."""
+        """Return the words, those of other packages last."""
         return self._words if self._kind is None else tuple(registry.names(self._kind))
 
     def check(self, key: str, value: str | None) -> None:
         if value is None or value in self._words:
             return
-        # Other people's plugins are searched for last.
         if self._kind is None or registry.where(self._kind, value) is None:
-            if self._kind is not None and registry.is_missing(value):
-                raise ConfigError(f"{key}: {value} needs the plugin {value}, which is not installed")
             one_of(key, value, self.words)
 
 

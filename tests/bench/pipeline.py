@@ -28,7 +28,7 @@ from jobs.llama import Llama, LlamaSizes
 from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.config import StrategyConfig
-from toolkit.plugins.pipeline.config import PipelineConfig
+from toolkit.config.strategy import PipelineConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, build_strategy

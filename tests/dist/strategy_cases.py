@@ -18,7 +18,7 @@ from torch.nn import functional
 from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import device
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
-from toolkit.plugins.local_sgd.config import LocalSgdConfig
+from toolkit.config.strategy import LocalSgdConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Sharded

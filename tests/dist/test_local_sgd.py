@@ -36,9 +36,9 @@ from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.config.learning_rate import build_schedule, total_steps
+from toolkit.config.strategy import LocalSgdConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
-from toolkit.plugins.local_sgd.config import LocalSgdConfig
 from toolkit.ranks import collectives
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session

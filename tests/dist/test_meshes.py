@@ -25,8 +25,8 @@ from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
 from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config.strategy import PipelineConfig
 from toolkit.plugins.auto import strategy as auto
-from toolkit.plugins.pipeline.config import PipelineConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, build_strategy, of_pairs

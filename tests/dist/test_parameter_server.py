@@ -23,8 +23,8 @@ from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
+from toolkit.config.strategy import ParameterServerConfig
 from toolkit.data.loader import Loader
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints

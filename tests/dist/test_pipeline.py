@@ -41,7 +41,7 @@ from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.whole import export
 from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
-from toolkit.plugins.pipeline.config import PipelineConfig
+from toolkit.config.strategy import PipelineConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate

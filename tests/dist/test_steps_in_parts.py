@@ -34,8 +34,7 @@ from tests.dist.test_steps import (
 )
 from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, PruningConfig, StrategyConfig
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
-from toolkit.plugins.pipeline.config import PipelineConfig
+from toolkit.config.strategy import ParameterServerConfig, PipelineConfig
 from toolkit.ranks.session import Session
 from toolkit.strategies.update.gradients import MADE
 from toolkit.train.evaluate import evaluate

@@ -29,9 +29,6 @@ import json
 import os
 from pathlib import Path
 
-from toolkit.registry import Plugin
-
-PLUGIN = Plugin("lab", trackers={"lab": "lab_plugin:Lab"})
 SERVER = Path(os.environ["LAB_SERVER"])
 
 
@@ -82,7 +79,7 @@ def install(folder: Path) -> None:
     info.mkdir(parents=True)
     (folder / "lab_plugin.py").write_text(LAB)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-plugin\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[toolkit.plugins]\nlab = lab_plugin\n")
+    (info / "entry_points.txt").write_text("[toolkit.trackers]\nlab = lab_plugin:Lab\n")
 
 
 def points(path: Path) -> dict[tuple[int, str], str]:

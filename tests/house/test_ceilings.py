@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_791,
-    "files of toolkit/": 561,
-    "classes of toolkit/": 681,
-    "functions of toolkit/": 5090,
-    "lines of the core": 43_983,
-    "files of the core": 259,
-    "lines of plugins": 30_808,
-    "files of plugins": 302,
-    "hooks": 51,
-    "lines of tests/": 85_812,
-    "tests' setattr of a constant": 149,
-    "words of docs": 77_471,
+    "lines of toolkit/": 74_281,
+    "files of toolkit/": 517,
+    "classes of toolkit/": 668,
+    "functions of toolkit/": 5068,
+    "lines of the core": 44_067,
+    "files of the core": 264,
+    "lines of plugins": 30_214,
+    "files of plugins": 253,
+    "hooks": 0,
+    "lines of tests/": 85_382,
+    "tests' setattr of a constant": 147,
+    "words of docs": 75_789,
 }
 #: How the tests replace a module's constant. What `Limits` hands in needs none of them.
 SETATTR = re.compile(r"setattr\(\s*[\w.]+,\s*\"_?[A-Z][A-Z0-9_]+\"|setattr\(\s*\"[\w.]+\._?[A-Z][A-Z0-9_]+\"")

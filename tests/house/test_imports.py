@@ -109,6 +109,17 @@ MODULES = [path for path in SOURCES if path.parent != PACKAGE or path.stem not i
 USING_PUBLIC_NAMES = {"run/rank/user_job.py", "plugins/site/proof_rank.py"}
 
 
+#: Where an optional part is made: below an `if` on what asks for it. Those of the whole process are in its parts.py.
+MAKING_PARTS = {
+    *("nodes/agent/parts.py", "run/supervise/parts.py", "train/parts.py"),
+    *("strategies/__init__.py", "strategies/update/apply.py", "train/initial.py", "train/optim.py", "run/rank/main.py"),
+    *("run/prepare/new_run.py", "run/submission/executors.py", "run/submission/handle.py"),
+    *("run/submission/resume.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
+    "slurm/commands.py",
+    *("cli/follow.py", "cli/main.py", "cli/run_facts.py", "cli/selection.py", "cli/commands/status.py"),
+}
+
+
 def test_imports_point_down() -> None:
     upward = []
     for path in MODULES:
@@ -119,16 +130,26 @@ def test_imports_point_down() -> None:
             if not module.startswith("toolkit.") or part_of(module) == "__version__":
                 continue
             other = part_of(module)
+            if other == "plugins" and str(path.relative_to(PACKAGE)) in MAKING_PARTS:
+                continue
             if not (other == part or FLOOR_OF[other] < FLOOR_OF[part] or FLOOR_OF[part] == 0 == FLOOR_OF[other]):
                 upward.append(f"{path} (floor {FLOOR_OF[part]}) imports {module} (floor {FLOOR_OF[other]})")
     assert upward == []
 
 
-def test_tests_of_the_core_import_no_plugin() -> None:
-    """They run without plugins, see tests/unit/conftest.py. The Slurm in memory is no part of what they test."""
-    for path in (ROOT / "tests/unit").rglob("*.py"):
-        imported = imports_of(path) - {"toolkit.plugins.testing.fake_slurm"}
-        assert not [m for m in imported if m.startswith(("toolkit.plugins", "tests.plugins"))], path
+def test_optional_parts_are_imported_where_they_are_made_and_asked_for() -> None:
+    """A start of the core loads none of them. The commands of a login node are on the top floor, and may."""
+    using = {path for path in MODULES if any(m.startswith("toolkit.plugins") for m in imports_of(path))}
+    core = {str(path.relative_to(PACKAGE)): path for path in using if not path.is_relative_to(PACKAGE / "plugins")}
+    assert core.keys() == MAKING_PARTS
+    for name, path in core.items():
+        if not name.startswith("cli/"):
+            assert not [module for module in loads_of(path) if module.startswith("toolkit.plugins")], path
+
+
+def test_only_the_parts_of_a_process_are_made_by_best_effort() -> None:
+    using = {str(path.relative_to(PACKAGE)) for path in MODULES if "toolkit.base.best_effort" in imports_of(path)}
+    assert using == {"nodes/agent/parts.py", "run/supervise/parts.py", "train/parts.py"}
 
 
 #: What torch, the makers and their programs call devices.
@@ -156,13 +177,6 @@ def test_only_the_room_of_devices_knows_what_sets_them_apart() -> None:
             if OF_ONE_KIND.search(text):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text[:60]!r}")
     assert found == []
-
-
-def test_no_plugin_imports_another() -> None:
-    for path in (PACKAGE / "plugins").rglob("*.py"):
-        own = f"toolkit.plugins.{path.relative_to(PACKAGE / 'plugins').parts[0]}"
-        others = {m for m in imports_of(path) if m.startswith("toolkit.plugins.") and not m.startswith(own)}
-        assert not others, path
 
 
 @pytest.mark.parametrize("package", ROOMS)
@@ -409,7 +423,7 @@ def test_texts_of_errors_are_cut_where_they_are_written() -> None:
 
 NAMES_OF_PROGRAMS = (
     "plugins/site/reservations",
-    *("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site", "plugins/site/script_options"),
+    *("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site", "run/requeue/script_options"),
 )
 
 

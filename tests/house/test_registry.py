@@ -1,4 +1,4 @@
-"""Plugins: those that come with the toolkit, those of other people, and those that are at fault."""
+"""What other packages add: an installed wheel, and entry points that are at fault."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from tests.pages import ROOT, blocks
 from toolkit import registry
-from toolkit.base.errors import ConfigError
+from toolkit.base.errors import ConfigError, PluginError
 from toolkit.config import (
     JobConfig,
     StrategyConfig,
@@ -30,7 +28,7 @@ from toolkit.config import (
 from toolkit.config.validation import StrategyChecks
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
-from toolkit.registry import Plugin, StrategyTraits
+from toolkit.registry import StrategyKind
 
 TOML = """[build-system]
 requires = ["hatchling"]
@@ -97,14 +95,25 @@ def test_the_strategy_and_the_tracker_of_the_page_work(site: Path) -> None:
     assert "slow_ddp" in refused, "an unknown name is answered with those of plugins, too"
 
 
-def test_what_a_strategy_of_a_plugin_can_do_is_what_its_traits_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Plugin(
-        "lab",
-        strategies={"able": "lab:build", "bare": "lab:build"},
-        traits={"able": StrategyTraits(whole_update=True, same_state=True, mesh=("replicas", "shards"))},
-        checks={"able": "tests.house.test_registry:AbleChecks"},
-    )
-    monkeypatch.setattr(registry, "plugins", lambda: (*registry.built_in(), lab))
+ABLE = StrategyKind(
+    "lab:build",
+    "tests.house.test_registry:AbleChecks",
+    whole_update=True,
+    same_state=True,
+    mesh=("replicas", "shards"),
+)
+BARE = StrategyKind("lab:build")
+OLD = StrategyKind("lab:build", interface=0)
+
+
+def add(monkeypatch: pytest.MonkeyPatch, kind: registry.Kind, **values: str) -> None:
+    others = {key: values if key == kind else {} for key in registry.BUILT_IN}
+    monkeypatch.setattr(registry, "_of_others", lambda: others)
+
+
+def test_what_another_strategy_can_do_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = "tests.house.test_registry"
+    add(monkeypatch, "strategies", able=f"{here}:ABLE", bare=f"{here}:BARE", old=f"{here}:OLD", gone="no_such:GONE")
 
     def check(name: str, *more: str) -> None:
         overrides = [f"strategy.name={name}", "train.clip_norm=1", "cluster.tasks_per_node=1", *more]
@@ -123,6 +132,10 @@ def test_what_a_strategy_of_a_plugin_can_do_is_what_its_traits_say(monkeypatch: 
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             check(name, *more)
+    with pytest.raises(PluginError, match=r"OLD was written for version 0 of toolkit\.strategies; this is version 1"):
+        check("old")
+    with pytest.raises(PluginError, match="gone of strategies needs no_such:GONE, which cannot be loaded"):
+        check("gone")
     assert goes_on_with("strategy.name", "ddp", "able")
     assert not goes_on_with("strategy.name", "ddp", "bare")
 
@@ -133,48 +146,31 @@ class AbleChecks(StrategyChecks):
             raise ConfigError("optim.lr: too fast")
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import nosuchmodule", "ModuleNotFoundError: No module named 'nosuchmodule'"),
-        ("PLUGIN = 3", "PLUGIN of other_plugin is no toolkit.registry.Plugin"),
-        ("", "AttributeError: module 'other_plugin' has no attribute 'PLUGIN'"),
-        ("PLUGIN = Plugin('other', interface=2)", "written for version 2 of toolkit.registry, and this is version 1"),
-        ("PLUGIN = Plugin('other', commands={'status': 'x'})", "status of commands is there already, by toolkit"),
-        ("PLUGIN = Plugin('other', commands={'why': 'x'})", "why of commands is there already, by why"),
-        ("PLUGIN = Plugin('other', strategies={'ddp': 'x:y'})", "ddp of strategies is there already, by toolkit"),
-        ("PLUGIN = Plugin('why')", "there is one of this name"),
-        (
-            "PLUGIN = Plugin('other', sections={'lab': 'x:Lab'})",
-            "sections of a config come with the toolkit's own",
-        ),
-    ],
-)
-def test_a_plugin_at_fault_is_named_in_a_line_and_the_others_work(
-    site: Path, tmp_path: Path, source: str, why: str
-) -> None:
+def test_entries_at_fault_are_named_in_a_line_and_the_others_work(site: Path, tmp_path: Path) -> None:
     for path in site.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "other_plugin.py").write_text(f"from toolkit.registry import Plugin\n{source}\n")
     info = tmp_path / "other-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[toolkit.plugins]\nother = other_plugin\n")
+    (info / "entry_points.txt").write_text("[toolkit.commands]\nstatus = other\nbroken = other\nsteps = other\n")
     out, err = toolkit(tmp_path, "--help")
     assert "print the last step of a run" in out
-    assert [line for line in err.splitlines() if why in line] == err.splitlines()
-    assert len(err.splitlines()) == 1
+    assert out.count("cannot be loaded: broken of commands") == 1
+    assert sorted(line.rpartition(": ")[2] for line in err.splitlines()) == ["'status' is taken", "'steps' is taken"]
+    assert (
+        "toolkit: error: broken of commands needs other, which cannot be loaded"
+        in toolkit(tmp_path, "broken", code=2)[1]
+    )
 
 
 def test_a_rank_of_a_core_strategy_searches_for_no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search of the installed packages would cost each rank's start some hundredths of a second."""
-    monkeypatch.setattr(registry, "plugins", lambda: pytest.fail("searched"))
-    for name in registry.CORE.strategies:
+    monkeypatch.setattr(registry, "_of_others", lambda: pytest.fail("searched"))
+    for name in registry.STRATEGIES:
         check_step(TrainConfig(), StrategyConfig(name))
-        assert registry.where("strategies", name) == "toolkit.strategies"
-    for name in registry.CORE.backends:
-        assert registry.where("backends", name) is not None
+    for kind in registry.BUILT_IN:
+        for name in registry.BUILT_IN[kind]:
+            assert registry.where(kind, name) is not None
 
 
 def test_a_script_with_the_adapter_of_another_package_has_the_toolkit_in_its_loop(
@@ -182,60 +178,13 @@ def test_a_script_with_the_adapter_of_another_package_has_the_toolkit_in_its_loo
 ) -> None:
     (tmp_path / "train.py").write_text("from lab_plugin.loop import Lab\n\nLab().fit()\n")
     assert not is_loop("train.py", tmp_path)
-    lab = Plugin("lab", adapters={"lab": "lab_plugin.loop"})
-    monkeypatch.setattr(registry, "plugins", lambda: (*registry.built_in(), lab))
+    add(monkeypatch, "adapters", lab="lab_plugin.loop")
     assert is_loop("train.py", tmp_path)
 
 
-@pytest.fixture
-def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for cached in (registry.built_in, registry.plugins):
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "toolkit.plugins", None)
-    for name in [name for name in sys.modules if name.startswith("toolkit.plugins.")]:
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for cached in (registry.built_in, registry.plugins):
-        cached.cache_clear()
-
-
-@pytest.mark.usefixtures("without_plugins")
-def test_a_toolkit_without_its_plugins_has_the_commands_of_the_core() -> None:
-    assert registry.names("commands") == registry.CORE.commands
-    assert registry.find("hooks", "cause_of_end") is None
-    assert registry.where("commands", "why") is None
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("strategy.pipeline.schedule=gpipe", "strategy.pipeline needs the plugin pipeline, which is not installed"),
-        ("strategy.name=local_sgd", "strategy.name: local_sgd needs the plugin local_sgd, which is not installed"),
-        ("train.pruning={amount: 0.5, end_step: 9}", "train.pruning.amount needs the plugin pruning, which is not ins"),
-        ("strategy.pipelin.schedule=gpipe", "unknown key 'strategy.pipelin'"),
-    ],
-)
-def test_a_key_of_a_plugin_that_is_not_installed_names_it(override: str, says: str) -> None:
-    code = (
-        "import sys; sys.modules['toolkit.plugins'] = None\n"
-        "from toolkit.base.errors import ConfigError\nfrom toolkit.config import load_config, validate\n"
-        f"try:\n    validate(load_config('configs/digits_ddp.yaml', [{override!r}], site=False))\n"
-        "except ConfigError as error:\n    print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert says in done.stdout
-
-
-def test_the_plugins_with_sections_are_those_that_the_config_asks() -> None:
-    assert {plugin.name for plugin in registry.built_in() if plugin.sections} == {*registry.WITH_SECTIONS}
-
-
-def test_what_the_plugins_bring_can_be_imported() -> None:
+def test_what_the_table_names_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
-    kinds: tuple[registry.Kind, ...] = get_args(registry.Kind)
-    assert set(Plugin.__dataclass_fields__) == {"name", "interface", "traits", "waits", *kinds}
-    for kind in kinds:
-        for name in registry.names(kind):
-            assert registry.find(kind, name) is not None
+    for kind, names in registry.BUILT_IN.items():
+        assert [name for name in names if registry.find(kind, name) is None] == []
+    for strategy in registry.STRATEGIES.values():
+        assert issubclass(registry.load(strategy.checks), StrategyChecks)

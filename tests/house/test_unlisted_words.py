@@ -20,14 +20,12 @@ from toolkit.cli.keys import words_by_key
 from toolkit.config import DataConfig, ImageConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.config.optim import OPTIMIZERS
-from toolkit.config.strategy import TENSOR_STYLES
+from toolkit.config.strategy import TENSOR_STYLES, LocalSgdConfig, ParameterServerConfig
 from toolkit.data.loader import build_loader
 from toolkit.plugins.compression.schemes import build_scheme
 from toolkit.plugins.images.photographs import training_transform
 from toolkit.plugins.local_sgd import strategy as local_sgd
-from toolkit.plugins.local_sgd.config import LocalSgdConfig
 from toolkit.plugins.parameter_server import roles as parameter_server
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.pipeline import schedules
 from toolkit.plugins.pipeline.stage_module import Grid
 from toolkit.plugins.tensor.plan import _torch_style

@@ -6,17 +6,13 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from toolkit import registry
 from toolkit.base.logs import LOGGER
-
-PLUGINS = "toolkit.plugins"
 
 settings.register_profile(
     "unit", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -50,28 +46,6 @@ def log_as_at_the_start() -> Iterator[None]:
             stream.close()
     LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
     LOGGER.setLevel(before[1])
-
-
-class NoPlugins(MetaPathFinder):
-    """Imports as if the folder of the plugins were not there."""
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        if fullname.startswith(PLUGINS):
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-
-
-@pytest.fixture(autouse=True)
-def core_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leave the core without plugins, and without the means to import one: it must work without what they bring."""
-    monkeypatch.setattr(registry, "BUILT_IN", ())
-    monkeypatch.setattr(sys, "meta_path", [NoPlugins(), *sys.meta_path])
-    # What other tests in this process have imported goes, but for the sections that the config got as it was imported.
-    kept = tuple(f"{PLUGINS}.{name}" for name in registry.WITH_SECTIONS)
-    for name in [name for name in sys.modules if name.startswith(f"{PLUGINS}.") and not name.startswith(kept)]:
-        monkeypatch.delitem(sys.modules, name)
-    registry.built_in.cache_clear(), registry.plugins.cache_clear()
-    yield
-    registry.built_in.cache_clear(), registry.plugins.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from toolkit import registry
 from toolkit.base import terminal, tracebacks
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
+from toolkit.plugins.monitor import efficiency
 from toolkit.run.attempt import advice
 from toolkit.run.submission.handle import Run
 
@@ -91,7 +91,9 @@ def to_the_end(run: Run, *, bar: bool, is_bound: bool = True) -> int:
 
 def _watch(run: Run, console: Console, bar: bool) -> None:
     if bar:
-        registry.ask("follow", run, console)
+        from toolkit.plugins.logs.progress import follow
+
+        follow(run, console)
     run.wait()
 
 
@@ -110,7 +112,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
             lines.append(f"  {spoken}: {_number(value)}")
         lines += [f"  {told}" for told in [goodput.sentence(result.goodput)] if told]
-        lines += [f"  {line}" for line in registry.call("efficiency_lines", result.efficiency) or ()]
+        lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
         lines.append(f"  run folder: {_short(run.dir.path)}")
         if any(run.dir.tensorboard.iterdir()):
             lines.append(f"  TensorBoard: `{_command()} tensorboard {run.id}`")
@@ -124,7 +126,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
     if told := goodput.sentence(result.goodput):
         lines.append(f"  {told}")
     if not has_failed:
-        lines += [f"  {line}" for line in registry.call("efficiency_lines", result.efficiency) or ()]
+        lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
     lines += [f"  logs: {_short(run.dir.logs)}", f"  next: {advice.of(run.dir)}"]
     if has_failed:
         lines += [*_line_of_the_user(run.dir), f"  `{_command()} why {run.id}` tells more"]

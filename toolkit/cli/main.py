@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
-        shown: int | None = registry.call("shell_completion", words[1:])
-        return EXIT_REQUEST if shown is None else shown
+        from toolkit.plugins.completion import offers
+
+        return offers.main(words[1:])
     logs.setup_for_command()
     is_job = words[:1] in (["run"], ["supervise"])  # these run a job, whose output is its own
     # Of one command only its own module is loaded: all would take longer than most commands.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit import registry
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import notes, slow
 from toolkit.cli.show import given_words, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
+from toolkit.plugins.monitor import efficiency
+from toolkit.plugins.site import node_history
+from toolkit.plugins.why.runs import cause_of
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
@@ -19,7 +21,7 @@ from toolkit.run.job import nodes
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """Return everything that is known. What ended the run is known where a plugin has the hook ``cause_of_end``."""
+    """Return everything that is known."""
     damage: list[str] = []
     attempts, result, status = run.attempts(damage), run.result(damage), run.status(damage)
     # A run can be over without a result of its own. Its row says so, for which Slurm was asked.
@@ -34,8 +36,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
-    doubtful: Mapping[str, str] = registry.call("doubtful_nodes", run) or {}
-    found, situation = registry.call("cause_of_end", run), advice.situation_of(run, state)
+    found, situation = cause_of(run), advice.situation_of(run, state)
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
@@ -56,12 +57,12 @@ def facts(run: RunDir) -> dict[str, Any]:
         "goodput": goodput.of_files(run, damage),
         "start_up": _start_up(attempts, status),
         "efficiency": (result and result.efficiency)
-        or registry.call("efficiency", run.usage(damage), attempts, False, status.progress),
+        or efficiency.of_run(run.usage(damage), attempts, False, status.progress),
         "ailing_nodes": status.ailing_nodes,
         "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
         "changes": row["changes"],
-        "doubtful_nodes": {host: text for host, text in doubtful.items() if host in status.nodes},
+        "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),
         "next": advice.next_step(situation),

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from toolkit import registry
 from toolkit.base.errors import RequestError, RunNotFoundError, nearest
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
@@ -47,7 +46,9 @@ def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
         except RunNotFoundError as error:
             if error.sweep is None:
                 raise
-            folder, started = registry.needed("sweep_rows", f"the sweep {error.sweep!r}").started(error.sweep)
+            from toolkit.plugins.sweep import rows
+
+            folder, started = rows.started(error.sweep)
             sweeps.append(folder)
             runs += started
     return runs, sweeps

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from toolkit import registry
 from toolkit.base import fsio, logs, reading
 from toolkit.base.durations import parse_minutes, parse_slurms
 from toolkit.base.errors import ConfigError, listing, nearest
@@ -412,8 +411,6 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
     values: dict[str, Any] = {}
     for key, (key_node, value) in layer.pairs(node).items():
         full = f"{prefix}{key}"
-        if key not in valid and registry.is_missing(key):  # a plugin's section has its name
-            raise layer.error(key_node, f"{full} needs the plugin {key}, which is not installed")
         if key not in valid:
             if full in _NAMES_OF_EXTENDS:
                 raise layer.error(key_node, f"unknown key {full!r}; what names the config below this is extends: FILE")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError
-from toolkit.limits import Count, OneOf, Range, Where, tensor_style
+from toolkit.limits import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
 
-T = TypeVar("T")
-#: Values in ``strategy.tensor_plan``: see the plugin tensor.
+#: Values in ``strategy.tensor_plan``: see `toolkit.plugins.tensor`.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: Kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
@@ -31,23 +30,42 @@ class MeshConfig:
     stages: Count | None = None  #: parts of the model that follow each other: a pipeline's
 
 
-def _with_sections(kind: type[T]) -> type[T]:
-    """Add the sections of the plugins' strategies, each under the name of its strategy."""
-    for name, section in registry.sections("strategy"):
-        kind.__annotations__[name] = section
-        setattr(kind, name, field(default_factory=section))
-    return kind
+@dataclass
+class LocalSgdConfig:
+    """How often the ranks of ``strategy.name: local_sgd`` meet, and what they make of their weights then."""
+
+    round_steps: Steps = 8  #: steps that each rank makes by itself
+    after_steps: Annotated[int, Range(0, STEPS)] = 0  #: steps of ordinary ddp before the first round
+    #: the mean of the weights; diloco: a step of an outer SGD towards it
+    outer: Annotated[str, OneOf("average", "diloco")] = "average"
+    outer_lr: Factor = 0.7  #: of diloco
+    outer_momentum: Momentum = 0.9  #: of diloco
 
 
 @dataclass
-@_with_sections
+class ParameterServerConfig:
+    """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
+
+    servers: Count = 1  #: ranks that hold the weights; all others compute gradients
+    #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
+    mode: Annotated[str, OneOf("sync", "async", "bounded")] = "sync"
+    staleness: Annotated[int, Range(0, MANY)] = 4  #: with bounded: so many shares a worker may be ahead of the slowest
+
+
+@dataclass
+class PipelineConfig:
+    """How micro-batches go through the stages of a pipeline."""
+
+    #: gpipe keeps the activations of all micro-batches; interleaved idles less and sends more
+    schedule: Annotated[str, OneOf("1f1b", "gpipe", "interleaved")] = "1f1b"
+    micro_batches: Count | None = None  #: parts of a pipeline's samples; null: four for each rank of it, if so many fit
+    split: list[str] = field(default_factory=list)  #: the layer that each stage but the first begins with; empty: even
+    stages_per_rank: Annotated[int, Range(2, 1000)] = 2  #: with interleaved
+
+
+@dataclass
 class StrategyConfig:
     """How the ranks share the work."""
-
-    if TYPE_CHECKING:  # a plugin gives its own section its type
-
-        def __init__(self, name: str = "ddp", **keys: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
 
     name: Annotated[str, OneOf(kind="strategies")] = "ddp"  #: see docs/strategies.md
     #: of ddp's gradients, for slow links; with fsdp and zero bf16
@@ -67,6 +85,9 @@ class StrategyConfig:
     prefetch_blocks: Annotated[int, Range(1, 1000)] = 1
     tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
     sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def check(self) -> None:
         """Refuse keys that the chosen strategy does not use, instead of ignoring them silently. Raises ConfigError."""
@@ -136,11 +157,11 @@ def _check_layer(key: str, kind: str, value: Any) -> None:
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
     """Return ``strategy.mesh`` for ``ranks`` ranks, every dimension a number. Raises ConfigError for a mismatch."""
-    dimensions = registry.traits(strategy.name).mesh
+    dimensions = registry.strategy(strategy.name).mesh
     given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
     for name, size in given.items():
         if name not in dimensions and size != 1:
-            others = [other for other in registry.names("strategies") if name in registry.traits(other).mesh]
+            others = [other for other in registry.names("strategies") if name in registry.strategy(other).mesh]
             raise ConfigError(
                 f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
                 f"a strategy that has it: {', '.join(others) or 'none'}"

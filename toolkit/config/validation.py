@@ -47,8 +47,6 @@ def validate(
     """
     try:
         _validate(config, ranks, login_node, files or JobFiles(project), goes_on)
-        if login_node:
-            _check_plugins(config)
     except OSError as error:  # from a path, for example a name that is too long
         path = str(error.filename)
         # Name the key whose value is the longest part of the path.
@@ -119,7 +117,7 @@ def _check_shared_gpus(config: JobConfig, login_node: bool) -> None:
             f"dist.backend: NCCL refuses two ranks on one GPU, and cluster.tasks_per_gpu is {count}; use auto or gloo"
         )
     # gloo cannot carry what these send between GPUs by themselves.
-    if count > 1 and {"stages", "tensor"} & {*registry.traits(config.strategy.name).mesh}:
+    if count > 1 and {"stages", "tensor"} & {*registry.strategy(config.strategy.name).mesh}:
         raise ConfigError(
             f"strategy.name: {config.strategy.name} needs NCCL, which refuses two ranks on one GPU; set "
             f"cluster.tasks_per_gpu=1 (it is {count}), or use ddp or fsdp"
@@ -200,8 +198,6 @@ def check_places(config: JobConfig) -> None:
         raise ConfigError(
             f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
         )
-    if config.trackers:
-        registry.ask("beside_run.refuse_missing", config)
     if config.checkpoint.copy_to is not None:
         copy_to = fsio.expand(config.checkpoint.copy_to)
         there = next(path for path in (copy_to, *copy_to.parents) if path.exists())
@@ -229,45 +225,13 @@ def check_torch(config: JobConfig) -> None:
         torch_version.refuse_missing(*needed)
 
 
-#: The hooks that carry out a key, where that is not at its default, or has this value.
-_HOOKS = {
-    "checkpoint.copy_to": "second_place",
-    "checkpoint.memory_every_steps": "state_copies",
-    "data.bad_samples: skip": "bad_samples",
-    "data.share: auto": "balance",
-    "data.stage": "prepare_nodes",
-    "dist.backend: mpi": "launcher",
-    "cluster.stage: always": "prepare_nodes",
-    "model.init_from": "initial_weights",
-    "notify": "run_ended",
-    "optim.name: muon": "muon",
-    "trackers": "beside_run",
-}
-
-
 def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
     """True if a job of ``nodes`` nodes goes on when one of them dies.
 
     Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
-    would be left to requeue the job, see the hook ``watch_batch_host``.
+    would be left to requeue the job.
     """
     return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
-
-
-def _check_plugins(config: JobConfig) -> None:
-    """Refuse what needs a plugin that is not installed. Raises ConfigError."""
-    for what, hook in _HOOKS.items():
-        key, _, only = what.partition(": ")
-        value = value_of(config, key)
-        if value == only if only else value != value_of(JobConfig(), key):
-            registry.require(hook, what)
-    cluster, strategy = config.cluster, config.strategy
-    if may_lose_nodes(config, sum(part.nodes for part in cluster.parts) + cluster.spare_nodes):
-        registry.require("watch_batch_host", "a job with cluster.spare_nodes or retry.allow_fewer_nodes")
-    if strategy.name == "ddp" and strategy.compression != "none":
-        registry.require("compressed_gradients", f"strategy.compression: {strategy.compression}")
-    if (image := cluster.container) is not None and container.parse(image).runtime == container.PYXIS:
-        registry.require("launcher", "a cluster.container for Pyxis")
 
 
 def check_combinations(config: JobConfig) -> None:
@@ -294,7 +258,7 @@ def _check_components(config: JobConfig) -> None:
 
 def _check_data(config: JobConfig) -> None:
     data, strategy = config.data, config.strategy
-    if data.share == "auto" and not registry.traits(strategy.name).own_time:
+    if data.share == "auto" and not registry.strategy(strategy.name).own_time:
         raise ConfigError(
             "data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name "
             f"{strategy.name} ranks wait for each other all through a step, or shapes are fixed: use "
@@ -310,8 +274,6 @@ def _check_data(config: JobConfig) -> None:
 def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     """Refuse what this strategy cannot do between the gradients and the weights of a step. Raises ConfigError."""
     checks_of(strategy.name).step(train, strategy)
-    if train.pruning.amount and registry.where("hooks", "prune") is None:
-        raise ConfigError("train.pruning.amount needs the plugin pruning, which is not installed; set it to 0")
     # Single keys that go with some strategies only.
     if train.precision == "fp16" and strategy.name != "ddp":
         raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
@@ -319,7 +281,7 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
         raise ConfigError(
             f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
         )
-    if train.sync_batch_norm and (not registry.traits(strategy.name).sync_batch_norm or train.compile):
+    if train.sync_batch_norm and (not registry.strategy(strategy.name).sync_batch_norm or train.compile):
         other = "train.compile" if train.compile else f"strategy.name {strategy.name}"
         raise ConfigError(
             f"train.sync_batch_norm: goes with strategy.name {', '.join(registry.with_trait('sync_batch_norm'))} and "
@@ -329,7 +291,7 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
 
 def _check_optim(config: JobConfig) -> None:
     optim, strategy = config.optim, config.strategy
-    if config.train.skip_bad_steps and optim.name == "sgd" and registry.traits(strategy.name).sharded:
+    if config.train.skip_bad_steps and optim.name == "sgd" and registry.strategy(strategy.name).sharded:
         raise ConfigError(
             f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "
             "use optim.name adam, adamw or muon, or strategy.name ddp"
@@ -356,9 +318,9 @@ def check_batch(config: JobConfig, ranks: int) -> None:
 
 
 def checks_of(strategy: str) -> StrategyChecks:
-    """Return the checks of a strategy: its plugin's, or those that hold of any."""
-    checks: type[StrategyChecks] = registry.find("checks", strategy) or StrategyChecks  # of another package's plugin
-    return checks()
+    """Return the checks of a strategy."""
+    checks: StrategyChecks = registry.load(registry.strategy(strategy).checks)()
+    return checks
 
 
 class StrategyChecks:
@@ -372,7 +334,7 @@ class StrategyChecks:
 
     def step(self, train: TrainConfig, strategy: StrategyConfig) -> None:
         """Refuse what the strategy cannot do between the gradients and the weights of a step."""
-        for key in () if registry.traits(strategy.name).whole_update else step_options(train):
+        for key in () if registry.strategy(strategy.name).whole_update else step_options(train):
             raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
 
     def idle(self, config: JobConfig, ranks: int) -> int:

@@ -1,18 +1,15 @@
 """How much the GPUs of a node work, and how well they are, for those who watch it.
 
-The readers of each maker's figures are the plugin monitor's. Who watches starts without site-packages: they use the
-standard library only. What a GPU or a driver does not support is None. A call may wait for ever for a lost GPU: only a
-process of its own may make it.
+The readers of each maker's figures are in `toolkit.plugins.monitor`. Who watches starts without site-packages: they use
+the standard library only. What a GPU or a driver does not support is None. A call may wait for ever for a lost GPU:
+only a process of its own may make it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from toolkit import registry
-from toolkit.base.errors import PluginError
 
 
 class GpusError(Exception):
@@ -80,15 +77,3 @@ class Gpus(Protocol):
 
     def faults(self) -> Iterable[str]:
         """Return the faults of the hardware that the driver has reported since the last call, each with its GPU."""
-
-
-def open_gpus(environ: Mapping[str, str]) -> Gpus | None:
-    """Return the GPUs that this process may use; None on a node without any, or without a plugin that watches them.
-
-    Raises GpusError.
-    """
-    try:
-        found: Callable[[Mapping[str, str]], Gpus | None] | None = registry.find("hooks", "open_gpus")
-    except PluginError as error:
-        raise GpusError(str(error)) from error
-    return None if found is None else found(environ)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from toolkit import registry
 from toolkit.base import fsio, reading, trust
 from toolkit.base.errors import DamagedFileError, RunNotFoundError, nearest
 from toolkit.files import records
@@ -429,14 +428,12 @@ def find(text: str, root: Path | None = None) -> RunDir:
         raise RunNotFoundError(f"{text!r} names {len(by_id)} runs: {', '.join(run.id for run in by_id[-5:])}")
     if by_id:  # an id counts before a name
         return by_id[0]
-    by_name = [run for run in runs if run.name == text]
+    by_name: Sequence[RunDir] = [run for run in runs if run.name == text]
     root = root or runs_root()
     if (root / SWEEPS).is_dir():
-        meant = registry.ask("named_runs", text, by_name, root)
-        if meant is None and (root / SWEEPS / text / "sweep.json").exists():
-            registry.needed("named_runs", f"the sweep {text!r}")
-            raise RunNotFoundError(f"{text!r} is a sweep, and what knows its points has failed; name a run by its id")
-        by_name = by_name if meant is None else meant
+        from toolkit.plugins.sweep.names import named_runs
+
+        by_name = named_runs(text, by_name, root)
     if by_name:
         return by_name[-1]
     if not runs:

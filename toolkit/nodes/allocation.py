@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from toolkit import registry
 from toolkit.base import hostlist, outages
 from toolkit.base.errors import RequestError
 from toolkit.config import ClusterConfig
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.jobs import JobGpus
+from toolkit.slurm.node_order import node_order
 from toolkit.slurm.variables import of_components, whole_number
 
 #: The tasks, the CPUs of each task and the GPUs of a node.
@@ -155,8 +155,8 @@ class Allocation:
 
         The last ones are the spares: the first spare is then the nearest to each node that it can replace.
         """
-        order, component_of = registry.call("node_order", self.hosts, slurm) or self.hosts, self._component_of
-        return self.on(sorted(order, key=lambda host: component_of.get(host, 0)))
+        component_of = self._component_of
+        return self.on(sorted(node_order(self.hosts, slurm), key=lambda host: component_of.get(host, 0)))
 
     def as_asked(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return ``cluster.components`` of a job of this size. What else was ``asked`` for stays."""

@@ -39,7 +39,7 @@ def backend_of_plugin(name: str) -> Backend | None:
 
     torch's own MPI is preferred. Raises ConfigError where there is none, or it cannot be loaded.
     """
-    if name in registry.CORE.backends or (name == "mpi" and dist.is_mpi_available()):
+    if registry.where("backends", name) == "torch.distributed" or (name == "mpi" and dist.is_mpi_available()):
         return None
     found: Backend | None = registry.find("backends", name)
     if found is None:

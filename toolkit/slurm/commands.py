@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from toolkit import registry
 from toolkit.base import outages
 from toolkit.base.errors import MaybeQueuedError, SlurmError
 from toolkit.slurm.environment import plain_environment, submit_environment
@@ -342,13 +341,15 @@ class Slurm:
     def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
         """Return the mode of the job's QOS, or None where the cluster's mode holds. A pending job may have several QOS.
 
-        A plugin may know it where accounting cannot be asked from a node. Also returns None without one.
+        The site profile may know it where accounting cannot be asked from a node.
         """
         columns = ["--noheader", "--parsable2", "format=PreemptMode"]
         try:
             modes = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).split() if job.qos else []
         except SlurmError:
-            modes = registry.call("preempt_modes", settings.cluster, (job.qos or "").split(",")) or []
+            from toolkit.plugins.site.site_profile import preempt_modes
+
+            modes = preempt_modes(settings.cluster, (job.qos or "").split(","))
         return ",".join(settings.preempt_mode if mode == "cluster" else mode for mode in modes) or None
 
     def has(self, program: str) -> bool:

@@ -56,10 +56,13 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
         raise ConfigError(
             "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
         )
-    if config.name in registry.CORE.strategies:
-        return Spmd(session, build_layout(config.name, config, session, train), train)
-    built: Strategy = registry.find("strategies", config.name)(config, session, train)
+    built: Strategy = registry.load(registry.strategy(config.name).build)(config, session, train)
     return built
+
+
+def build_spmd(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    """Return a strategy whose ranks all make the same steps on a layout of the model."""
+    return Spmd(session, build_layout(config.name, config, session, train), train)
 
 
 def refuse_gloo_on_gpus(name: str, session: Session) -> None:
@@ -75,9 +78,9 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
         return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
-    build = registry.needed("compressed_gradients", f"strategy.compression: {config.compression}")
-    compressed: Layout = build(config, session, train, how)
-    return compressed
+    from toolkit.plugins.compression.layouts import build
+
+    return build(config, session, train, how)
 
 
 def how_of(config: StrategyConfig, train: TrainConfig) -> dict[str, Any]:

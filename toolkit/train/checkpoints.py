@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError, ConfigError
-from toolkit.checkpoint.copies import StateCopies
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.reader import Loaded, load
@@ -18,6 +16,7 @@ from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import REPLICA, InRounds
+from toolkit.train import parts
 from toolkit.train.saver import Saver
 from toolkit.train.state import MESH, Checkpointed, TrainingState
 
@@ -37,10 +36,7 @@ class Checkpoints:
         self._state = TrainingState(session, strategy, identity, config.keep_best)
         self.saver = Saver(config, session, self._state)
         self._loaded: Loaded | None = None  #: at a resume, until the loop's loader is known
-        self.copies: StateCopies | None = None
-        if config.memory_every_steps is not None:
-            make = registry.needed("state_copies", "checkpoint.memory_every_steps")
-            self.copies = make(config.memory_every_steps, session, self._state)
+        self.copies = parts.copies_in_memory(config.memory_every_steps, session, self._state)
 
     def include(self, loader: Batches) -> None:
         """Save and restore the position of ``loader``, too; see :meth:`TrainingState.include`."""

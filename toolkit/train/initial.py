@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.checkpoint import whole
@@ -45,8 +44,9 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING
-        read = registry.needed("initial_weights", "model.init_from")
-        source = read(config.init_from, config.init_weights, session)
+        from toolkit.plugins.init_from.weights import read_on_all_ranks
+
+        source = read_on_all_ranks(config.init_from, config.init_weights, session)
         match = fill(model, source.tensors)
         if not match.filled:
             raise ConfigError(f"model.init_from: nothing in {source.path} fits this model{match.misfits(every=True)}")

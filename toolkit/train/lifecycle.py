@@ -6,7 +6,6 @@ make the same calls in the same order.
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +15,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from toolkit import registry
 from toolkit.base import logs
-from toolkit.base.errors import PluginError, StoppedError
+from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.devices import accelerator
 from toolkit.files.run_files import STOPPED_PHASE
-from toolkit.files.rundir import RunDir
 from toolkit.hang import activity
 from toolkit.metrics.goodput import Timesheet
 from toolkit.metrics.meters import Throughput
@@ -31,7 +28,8 @@ from toolkit.nodes.agent import preimports
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.run.records import changes, user_request
+from toolkit.run.records import user_request
+from toolkit.train import parts
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.saver import SAVE
 
@@ -54,76 +52,6 @@ class Loop(Protocol):
         """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
 
 
-class Requests(Protocol):
-    """The hook ``on_request``: what users ask of ranks that train. Made with the session and what adopts values.
-
-    It is done between two steps, on all ranks before the same one.
-    """
-
-    next_step: float  #: before it there is nothing to do
-
-    def resume(self, step: int) -> None:
-        """Take the values that were set before ``step``."""
-
-    def pass_step(self, step: int) -> None:
-        """Do what is due after ``step`` steps. Called where ``next_step`` is reached."""
-
-    def carry_out(self, kind: str, step: int) -> None:
-        """Do what is asked for under the agreed ``kind``, once in an attempt."""
-
-    def close(self) -> None:
-        """End what is in progress."""
-
-
-class RunHistory(Protocol):
-    """The hook ``run_history``: figures of a run's attempts.
-
-    Made at the first step, with the session, the step and the time sheet of this attempt.
-    """
-
-    def scalars(self, step: int) -> dict[str, float]:
-        """Return figures by tag, to be logged at ``step``. Empty on all but rank 0."""
-
-    def take_table(self) -> str | None:
-        """Return a text in Markdown that is to be shown now, or None."""
-
-
-class NoRequests:
-    """Nothing is asked for, since no plugin takes requests. What was set before, or by other ranks, is refused."""
-
-    next_step = math.inf
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def resume(self, step: int) -> None:
-        run = RunDir(self._session.run_dir)
-        self._refuse(self._session.from_main("changes", lambda: changes.in_force(changes.read(run))))
-
-    def pass_step(self, step: int) -> None: ...
-
-    def carry_out(self, kind: str, step: int) -> None:
-        request_id = kind.removeprefix(user_request.KIND)
-        # Rank 0 tells the others, which may have the plugin, to do nothing.
-        self._refuse(self._session.from_main(f"request/{request_id}", dict).get("values"))
-
-    def _refuse(self, values: object) -> None:
-        if values:
-            registry.needed("on_request", f"what was set while the run trained ({values})")
-
-    def close(self) -> None: ...
-
-
-def _requests(session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> Requests:
-    """Return what carries out requests. A run that is asked for nothing does without the plugin."""
-    try:
-        make = registry.find("hooks", "on_request")
-    except PluginError as error:
-        log.error("no request of a user is carried out: %s", error)
-        make = None
-    return NoRequests(session) if make is None else make(session, adopt)
-
-
 class Lifecycle:
     """Counts the steps of one attempt and does what is due between two of them."""
 
@@ -138,7 +66,7 @@ class Lifecycle:
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
         self.sink = Sink()
-        self._on_request = _requests(session, self._adopt)
+        self._on_request = parts.requests(session, self._adopt)
         self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None
 
@@ -164,7 +92,7 @@ class Lifecycle:
 
     def begin(self) -> None:
         """Begin to measure where the time goes. The time before is start-up."""
-        self._history = registry.Guarded("run_history", self._session, self.step, self.sheet)  #: a RunHistory
+        self._history = parts.history_of_attempts(self._session, self.step, self.sheet)
         self.sheet.begin()
         self._session.start_up.end("resume")
         self._session.progress(spent=self.sheet.spent, start_up=self._session.start_up.parts)
@@ -288,7 +216,7 @@ class Lifecycle:
             "train/data_wait_fraction": self.throughput.data_wait_fraction,
             "train/memory_peak_gib": memory_peak_bytes(self._session.device) / (1 << 30),
             **speed(self.throughput.samples_per_s),
-            **(self._history.ask("scalars", self.step) or {}),
+            **(self._history.scalars(self.step) or {}),
         }
 
     def show_tensors(self, figures: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -301,7 +229,7 @@ class Lifecycle:
     def write(self, values: Mapping[str, float]) -> None:
         """Log ``values`` by tag at this step, and tell `toolkit status`."""
         self.sink.scalars(self.step, values)
-        if (table := self._history.ask("take_table")) is not None:
+        if (table := self._history.take_table()) is not None:
             self.sink.text("run/restarts", table, self.step, markdown=True)
         self.report("train")
 

@@ -6,13 +6,12 @@ follow the ranks' speeds are saved with the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from logging import INFO, WARNING
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_steps
@@ -22,6 +21,7 @@ from toolkit.metrics.sinks import Sink
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import Strategy
+from toolkit.train import parts
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import Evaluate, Evaluations
 from toolkit.train.job import Hooks
@@ -29,7 +29,6 @@ from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loss_windows import LossWindow
 from toolkit.train.not_finite import NotFinite, SkippedSteps
 from toolkit.train.seeds import reseed
-from toolkit.train.state import trace_if_asked
 
 log = logs.get(__name__)
 
@@ -49,17 +48,6 @@ class Result:
     epoch: int
     samples: int
     metrics: Mapping[str, float]
-
-
-class Pace(Protocol):
-    """The hook ``pace``: compares the ranks' own times of a step. Made on each rank, with the session."""
-
-    def compare(self, own_s: Sequence[float]) -> dict[str, float]:
-        """Return figures by tag, of all ranks' own seconds a step. Empty for one rank, and on all but rank 0."""
-
-    @property
-    def stragglers(self) -> list[dict[str, Any]]:
-        """Return the nodes that are or were slow for long, as `toolkit.files.run_files.Straggler` in JSON."""
 
 
 class Trainer:
@@ -84,7 +72,7 @@ class Trainer:
         """
         if loader.is_split:
             strategy.split_data()
-        trace = trace_if_asked(session)  # it wraps the loader and the strategy
+        trace = parts.trace(session)  # it wraps the loader and the strategy
         if trace is not None:
             loader, strategy = trace.watch(loader, strategy)
         self._config = config
@@ -100,16 +88,9 @@ class Trainer:
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
-        self._pace = registry.Guarded("pace", session)  #: a Pace
-        self._balance = None
-        if loader.balances and session.world_size > 1:
-            build_balance = registry.needed("balance", "data.share: auto")
-            self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
-        self._bad_samples = None
-        if loader.max_bad_samples is not None:
-            self._bad_samples = registry.needed("bad_samples", "data.bad_samples: skip")(
-                session, loader.max_bad_samples
-            )
+        self._pace = parts.comparing_ranks(session)
+        self._balance = parts.sharing_by_speed(loader, strategy, session.world_size, config.accumulate)
+        self._bad_samples = parts.listing_bad_samples(loader, session)
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
 
@@ -244,7 +225,7 @@ class Trainer:
         values = {
             "train/lr": self._lr(self._step - 1),
             **self._life.figures(self._hooks.speed),
-            **(self._pace.ask("compare", own_s) or {}),
+            **(self._pace.compare(own_s) or {}),
             **(self._balance.update(self._step, own_s) if self._balance is not None else {}),
             **self._skipped.figures(),
         }
@@ -332,5 +313,5 @@ class Trainer:
             "total_steps": self._total,
             "epoch": self._epochs(self._step),
             "epochs": self._config.epochs,
-            "stragglers": self._pace.ask("stragglers") or [],
+            "stragglers": self._pace.stragglers() or [],
         }

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import OptimConfig
@@ -44,7 +43,9 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
         return _custom_optimizer(config, groups)
     kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
     if config.name == "muon":
-        kinds["muon"] = partial(registry.needed("muon", "optim.name: muon"), config=config)
+        from toolkit.plugins.muon.optimizer import MuonAndAdamW
+
+        kinds["muon"] = partial(MuonAndAdamW, config=config)
     kind = choose("optim.name", config.name, kinds)
     # torch refuses ``fused`` for other devices, and for parameters that are not floating point.
     parameters = [parameter for group in groups for parameter in group["params"]]

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from toolkit import registry
-from toolkit.base import fsio, logs, trust
+from toolkit.base import logs
 from toolkit.base.errors import CheckpointError, UnsavableStateError
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
-from toolkit.checkpoint.copies import CheckpointCopies
 from toolkit.checkpoint.exchange import ReplicaSums
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -28,6 +26,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.ranks import older_torch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
+from toolkit.train import parts
 from toolkit.train.state import TrainingState, saves_asked
 
 #: A save that must be made is retried for this long. The grace that a site grants is mostly shorter.
@@ -52,14 +51,7 @@ class Saver:
             is_ours=session.owns_run,
             on_progress=self._note_progress,
         )
-        # Only rank 0 copies checkpoints to the second place.
-        self.second: CheckpointCopies | None = None
-        if config.copy_to is not None and session.is_main:
-            place = trust.own_part(fsio.expand(config.copy_to))
-            folder = place / session.run_dir.parent.name / session.run_dir.name
-            self.second = registry.needed("second_place", "checkpoint.copy_to")(
-                folder / "checkpoints", self.checkpoints.keep, session.activity.note_progress, session.owns_run
-            )
+        self.second = parts.second_place(config.copy_to, session, self.checkpoints)
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()

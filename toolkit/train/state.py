@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit import registry
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
@@ -41,13 +40,6 @@ def identity(config: JobConfig) -> dict[str, Json]:
     """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``). The mesh beside them may change."""
     mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
     return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
-
-
-def trace_if_asked(session: Session) -> Any:
-    """Return what records each step of this rank, by the hook ``trace``; None: nobody asks for it."""
-    if TRACE_VARIABLE not in os.environ:
-        return None
-    return registry.needed("trace", TRACE_VARIABLE)(os.environ[TRACE_VARIABLE], session, conditions(session))
 
 
 def saves_asked() -> Collection[int]:

@@ -18,6 +18,7 @@ from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
+from toolkit.train import parts
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.ddp_buckets import DdpBuckets
 from toolkit.train.describe import config_hparams, swept_hparams
@@ -26,7 +27,6 @@ from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loss_windows import LogWindow
 from toolkit.train.not_finite import on_ranks, weights_are_finite
 from toolkit.train.same_calls import SameCalls
-from toolkit.train.state import trace_if_asked
 from toolkit.train.user_state import UserState
 
 log = logs.get(__name__)
@@ -82,7 +82,7 @@ class UserSteps:
         self._has_logged = False  #: outside of a step, since the last write
         self._stopped: StoppedError | None = None
         self._has_left = False  #: the loop was begun and has not come to its end
-        self._trace = trace_if_asked(session)
+        self._trace = parts.trace(session)
 
     @property
     def step(self) -> int:

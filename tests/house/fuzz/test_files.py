@@ -112,7 +112,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
             journal.add(attempt, Verdict(Cause.CRASHED, Decision.RESTART, "rank 1: ValueError: x", failure))
     # an open run has no result: its supervisor died during attempt 2
     if not is_open:
-        journal.write_result(attempt, RunState.STOPPED, "stopped by the user")
+        journal.write_result(attempt, RunState.STOPPED, "stopped by the user", None)
     run.take_number(1)
     run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), int(GONE), 1.8e9))
     nodes.remember(run, "node9", "sick")

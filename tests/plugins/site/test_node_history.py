@@ -37,7 +37,7 @@ def test_a_node_that_has_ended_attempts_of_two_runs_is_used_last_and_named(
     assert node_history.doubtful(tmp_path) == {
         "n2": "ended 2 attempts of 2 runs in 30 days, the last 0 s ago: it was lost"
     }
-    plan = Nodes(third, JOB, spare=1, allow_fewer=False).plan()
+    plan = Nodes(third, JOB, spare=1, allow_fewer=False, doubtful=node_history.doubtful_for(third)).plan()
     assert plan is not None
     assert plan.hosts == ("n1", "n3", "n4")
     assert "node n2 ended 2 attempts of 2 runs" in caplog.text
@@ -49,7 +49,7 @@ def test_a_node_that_has_ended_attempts_of_two_runs_is_used_last_and_named(
 def test_without_a_spare_a_doubtful_node_is_used_all_the_same(tmp_path: Path) -> None:
     for run in (run_in(tmp_path), run_in(tmp_path)):
         node_history.note(run, {"n2": "it was lost"})
-    plan = Nodes(run, JOB, spare=0, allow_fewer=False).plan()
+    plan = Nodes(run, JOB, spare=0, allow_fewer=False, doubtful=node_history.doubtful_for(run)).plan()
     assert plan is not None
     assert {*plan.hosts} == {*JOB.hosts}
 
@@ -82,7 +82,7 @@ def test_a_history_that_cannot_be_read_now_makes_no_node_doubtful(
 
     run = run_in(tmp_path)
     monkeypatch.setattr(node_history, "doubtful", fails)
-    plan = Nodes(run, JOB, spare=1, allow_fewer=False).plan()
+    plan = Nodes(run, JOB, spare=1, allow_fewer=False, doubtful=node_history.doubtful_for(run)).plan()
     assert plan is not None
     assert plan.hosts == ("n1", "n2", "n3")
     assert "is not known" in caplog.text

@@ -161,24 +161,6 @@ def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
     validate(load_config(None, [override]))
 
 
-@pytest.mark.parametrize(
-    ("override", "what"),
-    [
-        ("checkpoint.copy_to=/tmp/not/there/yet", "checkpoint.copy_to"),
-        ("checkpoint.memory_every_steps=10", "checkpoint.memory_every_steps"),
-        ("data.bad_samples=skip", "data.bad_samples: skip"),
-        ("data.share=auto", "data.share: auto"),
-        ("cluster.stage=always", "cluster.stage: always"),
-        ("cluster.container=pyxis:site/torch:2.15", "a cluster.container for Pyxis"),
-        ("notify=[echo]", "notify"),
-        ("strategy.compression=int8", "strategy.compression: int8"),
-        ("optim.name=muon", "optim.name: muon"),
-    ],
-)
-def test_what_a_plugin_does_is_refused_before_anything_is_queued_without_it(override: str, what: str) -> None:
-    assert refusal(override).startswith(f"{what} needs a plugin that is not installed")
-
-
 def test_lines_of_bash_are_fine_in_a_locale_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """bash warns of it, as do the locales that ssh takes along from a laptop."""
     monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")

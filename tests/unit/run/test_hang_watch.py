@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 
-from toolkit import registry
 from toolkit.config import JobConfig
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import RunningRanks
@@ -27,7 +26,6 @@ class Investigator:
     def is_stuck(self) -> bool:
         return bool(self.silent_s)
 
-    @property
     def still_s(self) -> float:
         return min(self.silent_s)
 
@@ -37,7 +35,7 @@ class Investigator:
 
 def test_a_script_that_worked_at_first_is_ended_once_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     investigator = Investigator()
-    monkeypatch.setattr(registry, "find", lambda kind, name: lambda *_: investigator)
+    monkeypatch.setattr("toolkit.plugins.hangs.investigation.Investigation", lambda *_: investigator)
     context = cast(Context, SimpleNamespace(is_foreign=True, agents=None, config=JobConfig()))
     attempt = Attempt(1, 0.0, Allocation(("node1",), (2,), 1))
     ranks: Any = None

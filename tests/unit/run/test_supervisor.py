@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -16,9 +15,8 @@ import pytest
 
 from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio, open_files, outages
-from toolkit.base.errors import EXIT_STOPPED, CheckpointError, PluginError, RequestError
+from toolkit.base.errors import EXIT_STOPPED, CheckpointError, RequestError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
@@ -605,16 +603,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_hang_is_ended_and_restarted_where_no_plugin_tells_who_is_behind(run: RunDir) -> None:
-    ranks = Ranks(hangs, completes)
-    assert supervise_quickly(run, ranks) == 0
-    assert ranks.signals == [signal.SIGKILL]
-    line, _ = run.attempts()
-    assert (line.cause, line.decision, line.suspect) == ("hang", "restart", None)
-    assert re.match(r"no progress for \d s, dist.timeout_s is 1; restart", line.line)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -728,11 +716,17 @@ def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pyte
     assert ownership.TOKEN_VARIABLE not in ranks.environ
 
 
-#: The hooks that a supervisor asks, and without which it makes a run complete.
-MAY_FAIL = (
-    *("watch_attempt", "investigate_hangs", "job_usage", "prepare_nodes", "check_nodes"),
-    *("run_ended", "doubtful_nodes", "efficiency", "dead_nodes"),
-)
+#: The parts that only watch or advise, and what makes each.
+MAY_FAIL = {
+    "investigating hangs": "hangs.investigation.Investigation",
+    "measuring usage": "monitor.job_usage.JobUsageRecorder",
+    "copying to nodes": "staging.supervisor_side.NodeStaging",
+    "finding dead nodes": "spares.dead_nodes.DeadNodes",
+    "check nodes": "site.checks.preflight.mark_bad_nodes",
+    "notify": "notify.notify.notify",
+    "doubtful nodes": "site.node_history.doubtful_for",
+    "efficiency": "monitor.efficiency.of_run",
+}
 
 
 class FailsLater:
@@ -742,33 +736,25 @@ class FailsLater:
         raise ValueError("no number")
 
 
-@pytest.mark.parametrize("fails_at", ["its import", "its call", "a later call"])
-@pytest.mark.parametrize("hook", MAY_FAIL)
-def test_a_plugin_that_fails_does_not_end_the_run(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hook: str, fails_at: str
+@pytest.mark.parametrize("fails_later", [False, True])
+@pytest.mark.parametrize("part", MAY_FAIL)
+def test_a_part_that_fails_does_not_end_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str, fails_later: bool
 ) -> None:
     def fail(*arguments: Any) -> None:
         raise ValueError("no number")
 
-    def find(kind: str, name: str) -> Any:
-        if name != hook:
-            return None
-        if fails_at == "its import":
-            raise PluginError("x needs y, which cannot be loaded: no number")
-        return FailsLater if fails_at == "a later call" and hook in MAY_FAIL[:4] else fail
-
-    monkeypatch.setattr(registry, "find", find)
+    is_object = MAY_FAIL[part].rpartition(".")[2][0].isupper()
+    monkeypatch.setattr(f"toolkit.plugins.{MAY_FAIL[part]}", FailsLater if fails_later and is_object else fail)
     assert supervise_quickly(run, Ranks(completes)) == 0
     assert run.attempts()[0].cause == "completed"
-    lines = [record.message for record in caplog.records if f"the hook {hook}" in record.message]
+    lines = [record.message for record in caplog.records if record.message.startswith(f"{part} has failed")]
     assert len(lines) == 1
     assert "no number" in lines[0]
 
 
-def test_a_hang_is_ended_where_the_plugin_fails_that_looks_for_its_cause(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "find", lambda kind, name: FailsLater if name == "investigate_hangs" else None)
+def test_a_hang_is_ended_where_the_search_for_its_cause_fails(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.plugins.hangs.investigation.Investigation", FailsLater)
     monkeypatch.setattr(Watchdog, "is_stuck", lambda watch: watch is not None and not run.attempts())
     assert supervise(run, Ranks(lambda ranks: None, completes)) == 0
     assert [line.cause for line in run.attempts()] == ["hang", "completed"]

@@ -22,13 +22,14 @@ from tests.unit.checkpoint.ranks import load_alone, tensor_of, weights
 from tests.waiting import wait_for
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import policy
-from toolkit.checkpoint.copies import CheckpointCopies, StateCopies
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig
 from toolkit.hang.activity import Activity
+from toolkit.plugins.memory.copies import MemoryCopies
+from toolkit.plugins.second_place.second_place import SecondPlace
 from toolkit.ranks.state import Json
 from toolkit.train import saver
 from toolkit.train.checkpoints import Checkpoints, refuse_other_identity
@@ -499,7 +500,7 @@ def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(
     saver.save(10, REACHED)
     # The save of a better one is cut off, and the copy in memory is newer.
     kept = Loaded(25, {**state.meta, "best": 0.9}, {}, IN_MEMORY)
-    checkpoints.copies = cast(StateCopies, SimpleNamespace(load=lambda newest_on_disk: kept))
+    checkpoints.copies = cast(MemoryCopies, SimpleNamespace(load=lambda newest_on_disk: kept))
     assert checkpoints.resume() == kept
     assert saver.is_best({"eval/accuracy": 0.8})
 
@@ -519,7 +520,7 @@ def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
         on_disk.append(newest_on_disk())
         return Loaded(25, checkpoints._state.meta, {}, IN_MEMORY)
 
-    checkpoints.copies = cast(StateCopies, SimpleNamespace(load=load))
+    checkpoints.copies = cast(MemoryCopies, SimpleNamespace(load=load))
     checkpoints.resume()
     assert on_disk == [10]
     assert checkpoints.saver.newest == 10
@@ -602,6 +603,6 @@ def test_the_newest_checkpoint_is_copied_after_a_resume(checkpoints: Checkpoints
     checkpoints._state.source.loaded = lambda values: None
     copied: list[str] = []
     copies = SimpleNamespace(copy=lambda path: copied.append(path.name), fetch=lambda home, damaged: None)
-    checkpoints.saver.second = cast(CheckpointCopies, copies)
+    checkpoints.saver.second = cast(SecondPlace, copies)
     checkpoints.resume()
     assert copied == ["step-00000010"]

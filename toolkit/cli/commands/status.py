@@ -36,7 +36,6 @@ def run(args: Namespace) -> None:
     from functools import partial
     from pathlib import Path
 
-    from toolkit import registry
     from toolkit.cli import columns, run_rows, show
     from toolkit.files import rundir
 
@@ -48,11 +47,13 @@ def run(args: Namespace) -> None:
     cache = run_rows.cache_of(rundir.runs_root()) if is_long else None
     rows_of = partial(show.status_rows, cache=cache)
     # The rows of sweeps read configs, which takes longer to import than a listing without sweeps.
-    rows = None
     if sweeps:
-        asked = (runs, sweeps, rows_of) if is_short else (runs, sweeps, args, rows_of)
-        rows = registry.ask("sweep_rows.newest" if is_short else "sweep_rows.unfolded", *asked)
-    if rows is None:
+        from toolkit.plugins.sweep import rows as sweep_rows
+
+        rows = (
+            sweep_rows.newest(runs, sweeps, rows_of) if is_short else sweep_rows.unfolded(runs, sweeps, args, rows_of)
+        )
+    else:
         rows = rows_of(selection.by_place(runs, args)[-10 if is_short else 0 :])
     rows = selection.by_state(rows, args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))

@@ -21,7 +21,7 @@ The messages that it receives (``do``) and sends (``is``):
 * ``stacks``: have a program tell what the ranks of the node do, by their stacks. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
-* ``stage``: of a plugin, see :class:`CopyMaker`.
+* ``stage``: make copies of shared files, see :mod:`toolkit.nodes.agent.parts`.
 * ``leave``: end.
 
 It sends ``alive`` every second, with a digest of the ranks' progress, and what its monitor adds. It sends at once which
@@ -45,13 +45,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from toolkit import registry
 from toolkit.base import disks, fsio, logs, reading
 from toolkit.base.node_programs import bare_python
 from toolkit.devices import on_node
-from toolkit.nodes.agent import connections, preimports, reports
+from toolkit.nodes.agent import connections, parts, preimports, reports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
@@ -78,32 +76,6 @@ GPUS_COMMAND = bare_python("toolkit.devices.on_node")
 log = logs.get(__name__)
 
 
-class CopyMaker(Protocol):
-    """The hook ``node_copies``: makes copies of shared files on this node.
-
-    Made with helpers, processes, a function that sends a message to the supervisor, and the run's secret.
-    """
-
-    def listen(self, address: str) -> Message | None:
-        """Return where other nodes get what this one has; None if they cannot."""
-
-    def stage(self, order: Message) -> None:
-        """Carry out the order ``stage``, which the supervisor's side of the plugin has sent."""
-
-    def check(self) -> None:
-        """See that the copies are still whole. To be called before processes are started."""
-
-
-class NodeMonitor(Protocol):
-    """The hook ``monitor_node``: looks at this node while ranks work.
-
-    Made with helpers, and a function that sends the supervisor a message, such as one that is ``sick``.
-    """
-
-    def at_heartbeat(self) -> Message:
-        """Return what the next ``alive`` is to have as well: what the job uses here as ``usage``, or nothing."""
-
-
 class Agent:
     """Serves one supervisor, and each that comes after it."""
 
@@ -126,10 +98,9 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._monitor = registry.Guarded("monitor_node", self._helpers, self._send)  #: a NodeMonitor
+        self._monitor = parts.watching_the_node(self._helpers, self._send)
         self._processes = Processes(self._selector, self._send, imports)
-        parts = (self._helpers, self._processes, self._send, secret)
-        self._copies = registry.Guarded("node_copies", *parts)  #: a CopyMaker
+        self._copies = parts.copying_here(self._helpers, self._processes, self._send, secret)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -162,7 +133,7 @@ class Agent:
                 if now >= next_heartbeat:
                     next_heartbeat = now + HEARTBEAT_S
                     digest = self._progress.digest()
-                    more = self._monitor.ask("at_heartbeat") or {}
+                    more = self._monitor.at_heartbeat() or {}
                     self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **more})
                     self._processes.look_at_the_clock()
         finally:
@@ -178,7 +149,7 @@ class Agent:
         self._connection = connection
         self._selector.register(connection, selectors.EVENT_READ, self._receive)
         connection.sendall(self._link.greeting)
-        relay = self._copies.ask("listen", connection.getsockname()[0])
+        relay = self._copies.listen(connection.getsockname()[0])
         connection.sendall(self._link.send({"is": "here", **self._who, "again": again, "relay": relay}))
         for message in self._kept:
             connection.sendall(self._link.send(message))
@@ -223,7 +194,7 @@ class Agent:
                 self._answer(order, addresses=sorted(connections.unanswered()))
             case "start":
                 # First, since files of a copy may have been removed since the last start.
-                self._copies.ask("check")
+                self._copies.check()
                 self._processes.start(order)
             case "signal":
                 self._processes.signal(order["attempt"], signal.Signals(order["number"]))
@@ -240,10 +211,10 @@ class Agent:
             case "watch":
                 self._watch_order = order
             case "stage":
-                self._copies.ask("stage", order)
-                if not self._copies:  # the plugin has failed here: what waits for copies does without
+                self._copies.stage(order)
+                if not self._copies:  # it has failed here: what waits for copies does without
                     self._processes.use_copies({})
-                    self._send({"is": "staged", "copies": {}, "problems": ["the plugin that copies has failed"]})
+                    self._send({"is": "staged", "copies": {}, "problems": ["what copies has failed"]})
             case "leave":
                 self._is_over = True
 

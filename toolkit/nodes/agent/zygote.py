@@ -36,9 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
-from toolkit import registry
 from toolkit.base import proc_stat
-from toolkit.base.errors import ToolkitError
 from toolkit.nodes.agent import preimports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 
@@ -57,11 +55,13 @@ MODULES = {
         "toolkit.train.user_loop",
         "toolkit.cli.main",
         "toolkit.cli.commands.run",
+        "toolkit.plugins.curves.history",
+        "toolkit.plugins.curves.stragglers",
+        "toolkit.plugins.live.on_request",
+        "toolkit.plugins.monitor.efficiency",
     ),
     "store": ("toolkit.ranks.store_host",),
 }
-#: What every rank asks of plugins. To find it, a rank would read the declarations of all of them.
-HOOKS = ("on_request", "pace", "run_history", "usage_curves")
 #: A variable of this process that makes room for those of a rank, see :func:`show`.
 ROOM_VARIABLE = "TOOLKIT_ROOM"
 ROOM_BYTES = 1 << 13
@@ -94,9 +94,6 @@ def main() -> None:
     gc.disable()
     for name in MODULES[sys.argv[2]]:
         preimports.import_quietly(name)
-    for hook in HOOKS if sys.argv[2] == "ranks" else ():
-        with contextlib.suppress(OSError, ToolkitError):  # the ranks will report it
-            registry.find("hooks", hook)
     waited_s = _waited_s() - waited_s
     varying: set[str] = set()  # the variables in which ranks differ
     with agent.makefile("rw") as lines:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit import registry
 from toolkit.base import trust
 from toolkit.base.errors import RequestError, RunNotFoundError
 from toolkit.config import JobConfig
@@ -98,12 +97,13 @@ def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
         elif result is None:
             yield _at_work(run, [run_jobs.of(run)])
     for sweep in map(Path, record.sweeps):
-        points = registry.needed("unfinished_points", f"--after: the sweep {sweep.name!r}")(sweep)
-        for run, result, jobs, is_again, works_here in points:
+        from toolkit.plugins.sweep.states import unfinished_points
+
+        for run, result, jobs, is_again, works_here in unfinished_points(sweep):
             if result is None and not works_here:
                 yield _at_work(run, jobs)
             else:
-                yield UnfinishedRun(run, result, jobs, is_again, works_here)
+                yield UnfinishedRun(run, result, tuple(jobs), is_again, works_here)
 
 
 def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:

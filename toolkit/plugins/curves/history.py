@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from toolkit import registry
 from toolkit.base import hostlist
 from toolkit.files.run_files import AttemptRecord, RunProgress, Start
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import PARTS, Timesheet
+from toolkit.plugins.monitor import efficiency
 from toolkit.ranks.session import Session
 
 #: Seconds between two looks at what the job uses: the nodes are not sampled more often.
@@ -23,7 +23,7 @@ _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "st
 
 
 class History:
-    """The attempts before this one, see :class:`toolkit.train.lifecycle.RunHistory`.
+    """The attempts before this one.
 
     Rank 0 alone reads them, once, from the run's own files; other ranks have none.
     """
@@ -67,7 +67,7 @@ class History:
             return {}
         self._read_usage_at = time.monotonic() + USAGE_EVERY_S
         try:
-            return registry.call("usage_curves", self._run.status().usage) or {}
+            return efficiency.curves(self._run.status().usage)
         except OSError:  # the disk is away, which ends no training
             return {}
 

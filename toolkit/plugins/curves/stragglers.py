@@ -24,7 +24,7 @@ from toolkit.ranks.session import Session
 
 
 class RankPace:
-    """Compares the ranks' own times of a step, on rank 0. See :class:`toolkit.train.loop.Pace`."""
+    """Compares the ranks' own times of a step, on rank 0."""
 
     def __init__(self, session: Session) -> None:
         self.rank, self.world_size = session.rank, session.world_size
@@ -50,9 +50,8 @@ class RankPace:
             figures |= curves
         return figures
 
-    @property
     def stragglers(self) -> list[dict[str, Any]]:
-        """Return the nodes that are or were slow for long."""
+        """Return the nodes that are or were slow for long, as `toolkit.files.run_files.Straggler` in JSON."""
         return [straggler.to_json() for straggler in self._stragglers.named()]
 
     def _host_of(self, rank: int) -> str:

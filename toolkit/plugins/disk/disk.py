@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import registry
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.base.fsio import size_text
@@ -20,6 +19,7 @@ from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep.states import may_start_again
 from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
 from toolkit.slurm import shared_queue
@@ -124,8 +124,7 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
             f"run {run.id} is {state}; when it has ended it can be removed: {how} "
             f"(if its job was killed, wait until its status is {HEARD_S:.0f} s old)"
         )
-    may_start_again = registry.find("hooks", "may_start_again")
-    if may_start_again is not None and may_start_again(run, shared_queue.of_user().show_jobs):
+    if may_start_again(run, shared_queue.of_user().show_jobs):
         return f"run {run.id} was submitted again by its sweep, and waits in the queue or for Slurm's answer"
     path = run.path.resolve()
     user = next((user for source, user in used.items() if path in (source, *source.parents)), None)

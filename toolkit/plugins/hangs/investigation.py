@@ -18,7 +18,6 @@ from dataclasses import astuple
 from pathlib import Path
 from traceback import StackSummary
 
-from toolkit import registry
 from toolkit.base import fsio, hostlist, logs, reading
 from toolkit.files.rundir import RunDir
 from toolkit.hang import activity, stacks
@@ -37,7 +36,6 @@ from toolkit.run.attempt.facts import RankFailure
 from toolkit.run.records import user_request
 from toolkit.run.records.user_request import Answer, StackGroup
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.hang_watch import HangInvestigator
 
 log = logs.get(__name__)
 
@@ -46,7 +44,7 @@ log = logs.get(__name__)
 START_AFTER_SHARE = 0.2
 
 
-class Investigation(HangInvestigator):
+class Investigation:
     """Investigates by the stacks of the ranks."""
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
@@ -65,7 +63,6 @@ class Investigation(HangInvestigator):
             self._silence = silence.start_watch(context.run, attempt.number, attempt.plan, environ, bound_s)
         return self._silence is not None and self._silence.is_stuck()
 
-    @property
     def still_s(self) -> float:
         """Return for how long they have been silent."""
         return 0.0 if self._silence is None else self._silence.still_s
@@ -195,8 +192,7 @@ def _orders(
     run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], how: Mapping[str, bool]
 ) -> dict[str, Message]:
     folder = str(run.attempt_logs(attempt))
-    waits = registry.waits()  # a node would search its installed packages for them, on a disk that may be away
-    order: Message = {"do": "stacks", "attempt": attempt, "command": COMMAND, "folder": folder, "waits": waits, **how}
+    order: Message = {"do": "stacks", "attempt": attempt, "command": COMMAND, "folder": folder, **how}
     return {host: {**order, "standings": [astuple(rank) for rank in ranks]} for host, ranks in standings.items()}
 
 

@@ -33,9 +33,10 @@ from typing import Any, TypeAlias
 
 from toolkit.base import proc_stat
 from toolkit.base.proc_stat import ProcessStat
-from toolkit.devices.watched import Gpus, GpusError, open_gpus
+from toolkit.devices.watched import Gpus, GpusError
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.hangs import outside_stacks
+from toolkit.plugins.monitor.drivers import open_gpus
 
 #: A share of one core. A rank that waits in a barrier of gloo uses 0.002; its data workers, a twentieth of that.
 IDLE_SHARE = 0.01

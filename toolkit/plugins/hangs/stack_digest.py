@@ -1,9 +1,9 @@
 """``python -m toolkit.plugins.hangs.stack_digest``: what one node's ranks wait for in a hang.
 
 The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
-this process. It reads ``{"folder", "standings", "waits"}``: the log folder of the attempt, the ranks in question, and
-where ranks of plugins wait. It writes groups, also as JSON. Ranks of which the same is known form one
-:class:`RankGroup`, so the message to the supervisor is short also for many ranks.
+this process. It reads ``{"folder", "standings"}``: the log folder of the attempt and the ranks in question.
+It writes groups, also as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the
+supervisor is short also for many ranks.
 
 ``"whole": true`` adds the stacks: only ranks with equal stacks form a group. ``"outside": true`` first reads the stacks
 of scripts that do not write them, from the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what
@@ -18,8 +18,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,8 +86,7 @@ def stack_text(path: Path) -> str | None:
 
 # ------------------------------------------------------------------------------------------------- what each one does
 
-#: Where the ranks of the core wait for others outside of torch.distributed, by the name of the function. A request has
-#: those of plugins: ``waits`` in :mod:`toolkit.registry`.
+#: Where ranks wait for others outside of torch.distributed, by the name of the function.
 WAITS = {
     "toolkit.checkpoint.exchange:_await": "waiting for the others at a checkpoint",
     "toolkit.ranks.stop.gate:_await_decision": "waiting for the others to agree on a step",
@@ -96,10 +95,11 @@ WAITS = {
     "toolkit.ranks.collectives:sum_by_name": "in all_reduce",
     "toolkit.ranks.collectives:gather_by_name": "in all_gather",
     "toolkit.strategies.spmd:wait": "in all_reduce",
+    "toolkit.plugins.parameter_server.mail:receive": "waiting for a message",
 }
 
 
-def awaits(stack: Stack, waits: Mapping[str, str] = WAITS) -> str | None:
+def awaits(stack: Stack) -> str | None:
     """Return what the rank waits for with others, such as ``in all_reduce``. None: it does something itself.
 
     DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
@@ -115,7 +115,7 @@ def awaits(stack: Stack, waits: Mapping[str, str] = WAITS) -> str | None:
         public = [name for name in names if not name.startswith("_")]
         return f"in {[*public, *names][0]}"
     for frame in stack:
-        for place, what in waits.items():
+        for place, what in WAITS.items():
             module, _, function = place.partition(":")
             if frame.name == function and frame.filename.endswith(f"/{module.replace('.', '/')}.py"):
                 return what
@@ -129,7 +129,6 @@ class RankStack:
     standing: Standing
     stack: Stack | None  #: of its main thread; empty: it does not answer; None: it has not even started
     is_read: bool = True  #: False: its stack is unknown
-    waits: Mapping[str, str] = field(default_factory=lambda: WAITS)  #: where ranks wait
 
     @property
     def doing(self) -> str:
@@ -139,7 +138,7 @@ class RankStack:
 
     @property
     def _activity(self) -> str:
-        if self.stack and (waits := awaits(self.stack, self.waits)):
+        if self.stack and (waits := awaits(self.stack)):
             return waits
         if not self.is_read:
             return "has not reported yet" if self.standing.phase is None else f"unknown ({self.standing.phase})"
@@ -159,7 +158,7 @@ class RankStack:
         answers = bool(self.stack) or not self.standing.is_silent
         guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
         waits = int(guessed)
-        if not self.is_read or awaits(self.stack or (), self.waits):
+        if not self.is_read or awaits(self.stack or ()):
             waits = WAITING + is_ours(self.stack or ())  # all ranks make the toolkit's own calls
         return *self.reported, waits, answers
 
@@ -229,12 +228,10 @@ def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
     ]
 
 
-def digest(
-    folder: Path, standings: Sequence[Standing], *, whole: bool = False, waits: Mapping[str, str] = WAITS
-) -> str:
+def digest(folder: Path, standings: Sequence[Standing], *, whole: bool = False) -> str:
     """Return the groups of these ranks as JSON, by the stacks that they write."""
     read = collect(folder, standings)
-    seen = [RankStack(each, read.get(each.rank), each.rank in read, waits) for each in standings]
+    seen = [RankStack(each, read.get(each.rank), each.rank in read) for each in standings]
     return json.dumps([astuple(each) for each in group(seen, whole=whole)])
 
 
@@ -253,8 +250,7 @@ def main() -> None:
         standings = []
     if request.get("outside"):
         outside_stacks.write_without_end(folder, {int(rank): pid for rank, pid in request["pids"].items()})
-    waits = {**WAITS, **request["waits"]}
-    print(digest(folder, standings, whole=bool(request.get("whole")), waits=waits), flush=True)
+    print(digest(folder, standings, whole=bool(request.get("whole"))), flush=True)
     os._exit(0)  # a thread may hang in a read
 
 

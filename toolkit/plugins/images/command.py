@@ -15,12 +15,13 @@ _FETCH_WEIGHTS = "toolkit.plugins.images.downloads:fetch_weights"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    verbs = ["fetch", "tokenize"] if registry.where("hooks", "tokenize") else ["fetch"]
     parser.usage = "toolkit data fetch NAME [--root DIR]"
-    parser.add_argument("verb", choices=verbs)
+    parser.add_argument("verb", choices=["fetch", "tokenize"])
     parser.add_argument("names", nargs="+", metavar="NAME|IN", help="a data set; tokenize: texts, .jsonl, folders")
     parser.add_argument("--root", help="fetch: default $TOOLKIT_DATA, or ./data")
-    registry.call("tokenize.add_arguments", parser)
+    from toolkit.plugins.tokens import tokenize
+
+    tokenize.add_arguments(parser)
 
 
 def run(args: Namespace) -> None:
@@ -29,7 +30,9 @@ def run(args: Namespace) -> None:
     from toolkit.files import origin
 
     if args.verb == "tokenize":
-        registry.needed("tokenize", "toolkit data tokenize").run(args)
+        from toolkit.plugins.tokens import tokenize
+
+        tokenize.run(args)
         return
     # The parser takes several names for tokenize; fetch takes one.
     name, *more = args.names

@@ -12,9 +12,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import RequestError
 from toolkit.files.rundir import RunDir
@@ -23,6 +22,9 @@ from toolkit.ranks.session import Session
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import Change
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
+
+if TYPE_CHECKING:
+    from toolkit.plugins.profile.recording import StepProfile
 
 log = logs.get(__name__)
 
@@ -36,7 +38,7 @@ class OnRequest:
         self._run = RunDir(session.run_dir)
         self._seen: set[str] = set()
         self._ahead: list[tuple[int, str, Any]] = []  #: values that hold from a later step on, by step
-        self._profile: Any = None  #: of this rank, the newest one that a plugin makes
+        self._profile: StepProfile | None = None  #: of this rank, the newest one
         self._is_recording = False  #: whether that one still records, and does not just write its files
         self._profiled_until = 0  #: a rank, and all know it
         self._step = 0  #: the last one that had something to do
@@ -81,7 +83,9 @@ class OnRequest:
                 log.info("step %d: profiling %d steps", step, request.steps)
                 folder, answer = self._run.path / "profiles", partial(self._answer, request_id)
                 try:
-                    self._profile = registry.needed("profile", "toolkit profile")(
+                    from toolkit.plugins.profile.recording import StepProfile
+
+                    self._profile = StepProfile(
                         folder, request.rank, step, request.steps, memory=request.memory, answer=answer
                     )
                     self._is_recording = True

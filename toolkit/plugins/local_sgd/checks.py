@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig
+from toolkit.config.strategy import LocalSgdConfig
 from toolkit.config.validation import StrategyChecks
-from toolkit.plugins.local_sgd.config import LocalSgdConfig
 
 
 class LocalSgdChecks(StrategyChecks):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, choose
-from toolkit.plugins.local_sgd.config import LocalSgdConfig
+from toolkit.config.strategy import LocalSgdConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session

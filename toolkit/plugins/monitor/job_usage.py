@@ -33,7 +33,7 @@ Samples = Mapping[tuple[str, float], NodeUsage]
 
 
 class JobUsageRecorder:
-    """Keeps ``usage.json`` for one job. See :class:`toolkit.run.supervise.context.UsageRecorder`."""
+    """Keeps ``usage.json`` for one job."""
 
     def __init__(self, run: RunDir, allocation: Allocation, price: PriceConfig, environ: Mapping[str, str]) -> None:
         self._run, self._allocation = run, allocation
@@ -45,7 +45,7 @@ class JobUsageRecorder:
         self._since = time.time()
         self._samples: dict[tuple[str, float], NodeUsage] = {}
         self._usage: JobUsage | None = None
-        self.slow_links: Mapping[str, str] = {}  #: the nodes with a GPU whose PCIe link is slower than the others'
+        self._slow_links: Mapping[str, str] = {}
         self._look_at = self._write_at = 0.0
         self._named: set[tuple[int, str]] = set()  #: attempt and GPU
 
@@ -70,7 +70,7 @@ class JobUsageRecorder:
             if (known := self._samples.get(agent)) is None or known.until != message["until"]:
                 self._samples[agent] = NodeUsage.parse(message)
         samples = self._samples
-        self.slow_links = slow_links(_newest(samples))
+        self._slow_links = slow_links(_newest(samples))
         unused = unused_gpus(samples, attempt)
         for gpu in unused:
             if (attempt.number, gpu) not in self._named:
@@ -81,6 +81,10 @@ class JobUsageRecorder:
             self._write_at = now + WRITE_EVERY_S
             self._write(self._usage)
         return self._usage
+
+    def slow_links(self) -> Mapping[str, str]:
+        """Return the nodes with a GPU whose PCIe link is slower than the others', with the reason."""
+        return self._slow_links
 
     def _write(self, usage: JobUsage) -> None:
         """Put ``usage`` in the place of what was written of this job before."""

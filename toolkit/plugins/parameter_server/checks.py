@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig
+from toolkit.config.strategy import ParameterServerConfig
 from toolkit.config.validation import StrategyChecks, step_options
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
 
 
 class ParameterServerChecks(StrategyChecks):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, choose
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
+from toolkit.config.strategy import ParameterServerConfig
 from toolkit.plugins.parameter_server.servers import AsyncServer, SyncServer
 from toolkit.plugins.parameter_server.worker import Worker
 from toolkit.ranks.session import Session

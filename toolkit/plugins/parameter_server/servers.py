@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.config import TrainConfig
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
+from toolkit.config.strategy import ParameterServerConfig
 from toolkit.plugins.parameter_server.cuts import Flat
 from toolkit.plugins.parameter_server.mail import Handler, Kind, PeerMessage, Push
 from toolkit.plugins.parameter_server.side import Side

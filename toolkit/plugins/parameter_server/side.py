@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError, StoppedError, listing
 from toolkit.config import TrainConfig
+from toolkit.config.strategy import ParameterServerConfig
 from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.parameter_server import cuts
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
 from toolkit.plugins.parameter_server.cuts import Cut, Flat
 from toolkit.plugins.parameter_server.mail import Handler, Kind, Mail, PeerInbox, decode, encode
 from toolkit.ranks.batch import Batch

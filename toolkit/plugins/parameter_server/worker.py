@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
-from toolkit.plugins.parameter_server.config import ParameterServerConfig
+from toolkit.config.strategy import ParameterServerConfig
 from toolkit.plugins.parameter_server.cuts import Flat
 from toolkit.plugins.parameter_server.mail import Handler, Kind, PassFigures, Push
 from toolkit.plugins.parameter_server.side import Side

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig, mesh_of
+from toolkit.config.strategy import PipelineConfig
 from toolkit.config.validation import StrategyChecks, whole_model_only
-from toolkit.plugins.pipeline.config import PipelineConfig
 
 
 class PipelineChecks(StrategyChecks):

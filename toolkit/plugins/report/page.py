@@ -14,10 +14,11 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from toolkit import __version__, registry
+from toolkit import __version__
 from toolkit.base import hostlist
 from toolkit.base.durations import in_units
 from toolkit.base.terminal import visible
+from toolkit.plugins.monitor import efficiency
 from toolkit.plugins.report import charts, sections
 from toolkit.plugins.report.curves import is_aside
 from toolkit.plugins.report.differences import differing
@@ -91,7 +92,7 @@ def _templates() -> Environment:
         finalize=_readable,
         undefined=StrictUndefined,
     )
-    made.globals |= {"charts": charts, "sections": sections, "hook": registry.call}
+    made.globals |= {"charts": charts, "sections": sections, "efficiency_of": efficiency}
     made.globals |= {"hostlist": hostlist, "in_units": in_units}
     return made
 

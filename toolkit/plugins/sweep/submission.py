@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio, logs, reading
 from toolkit.base.errors import DamagedFileError, RequestError, SlurmRefusedError
 from toolkit.config import JobConfig
@@ -406,7 +405,9 @@ def _jobs_awaited_by(points: Iterable[Point], sweep: SweepDir, slurm: SlurmComma
     run = sweep.run_of(point)
     if run.config.exists() and run.after([]) is None:  # it has waited long enough, and runs again
         return []
-    return list(registry.needed("after", "--after").outlook(point.after, slurm.show_jobs).jobs)
+    from toolkit.plugins.after import awaited
+
+    return list(awaited.outlook(point.after, slurm.show_jobs).jobs)
 
 
 def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:

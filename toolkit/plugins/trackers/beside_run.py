@@ -33,6 +33,21 @@ PAUSE_S, LAST_PAUSE_S = 10.0, 1.0
 log = logs.get(__name__)
 
 
+def refuse_missing(config: JobConfig) -> None:
+    """Refuse a tracker that is unknown, not installed, or told not to send. Raises ConfigError."""
+    known = registry.names("trackers")
+    for name in [entry.partition(":")[0] for entry in config.trackers]:
+        if name not in known:
+            raise ConfigError(f"trackers: there is no {name!r}; {nearest(name, known)}known are {', '.join(known)}")
+        if known[name].startswith("toolkit.") and find_spec(name) is None:
+            raise ConfigError(f"trackers: {name} is not installed here: pip install {name}")
+        if name == "wandb" and (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
+            raise ConfigError(
+                f"trackers: wandb sends the curves to its server, and WANDB_MODE={mode} is set: unset it, or take "
+                "wandb out and send them later from a node that reaches the server, by `toolkit sync RUN wandb`"
+            )
+
+
 class Senders:
     """The programs that send the curves of one run."""
 
@@ -40,21 +55,6 @@ class Senders:
         self._run = run
         environ = without_snapshot(dict(os.environ), run.code)
         self._programs = [_Program(run, entry, environ) for entry in config.trackers]
-
-    @staticmethod
-    def refuse_missing(config: JobConfig) -> None:
-        """Refuse a tracker that is unknown, not installed, or told not to send. Raises ConfigError."""
-        known = registry.names("trackers")
-        for name in [entry.partition(":")[0] for entry in config.trackers]:
-            if name not in known:
-                raise ConfigError(f"trackers: there is no {name!r}; {nearest(name, known)}known are {', '.join(known)}")
-            if known[name].startswith("toolkit.") and find_spec(name) is None:
-                raise ConfigError(f"trackers: {name} is not installed here: pip install {name}")
-            if name == "wandb" and (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
-                raise ConfigError(
-                    f"trackers: wandb sends the curves to its server, and WANDB_MODE={mode} is set: unset it, or take "
-                    "wandb out and send them later from a node that reaches the server, by `toolkit sync RUN wandb`"
-                )
 
     def close(self) -> None:
         """Wait until all points of a run that has ended are sent, but not for long. End the programs of any other."""

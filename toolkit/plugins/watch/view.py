@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit import registry
 from toolkit.base import terminal
 from toolkit.cli import columns, notes, run_rows, selection, show
 from toolkit.cli.run_rows import RowCache
@@ -82,9 +81,11 @@ class Watch:
     def _fold_sweeps(self) -> None:
         """Replace the runs of points by the rows of their sweeps."""
         # The rows of sweeps read configs, which takes longer to import than all that is here.
-        if not (paths := rundir.sweep_paths()) or (sweep_rows := registry.find("hooks", "sweep_rows")) is None:
+        if not (paths := rundir.sweep_paths()):
             self._sweep_rows = []
             return
+        from toolkit.plugins.sweep import rows as sweep_rows
+
         ask, since = partial(self._queue.show_jobs, every_s=WATCH_S), self._now() - ENDED_S
         self._runs, stamped = sweep_rows.fold(self._runs, paths)
         rows = [sweep_rows.row_of(sweep, self._rows_of, ask) for _, sweep in stamped]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import registry
 from toolkit.base import tracebacks
 from toolkit.cli import slow
 from toolkit.cli.tables import Table
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.metrics import goodput, start_up
+from toolkit.plugins.monitor import efficiency
 from toolkit.plugins.why import cause
 from toolkit.run.attempt.facts import Cause
 from toolkit.run.records import changes
@@ -60,7 +60,7 @@ def page(told: dict[str, Any], *, whole: bool) -> str:
         lines += ["", *(f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in starts)]
     # What it used is the answer where that was too much.
     is_short_of = told["cause"] in (Cause.OUT_OF_MEMORY, Cause.TIMEOUT)
-    if (whole or is_short_of) and (used := registry.call("efficiency_lines", told["efficiency"])):
+    if (whole or is_short_of) and (used := efficiency.lines(told["efficiency"])):
         lines += ["", *used]
     return "\n".join([*lines, "", f"next: {told['next']}"])
 

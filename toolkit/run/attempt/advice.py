@@ -12,7 +12,6 @@ import shlex
 from dataclasses import dataclass
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
@@ -104,8 +103,11 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     failure = last.first_failure if last is not None and known == RunState.FAILED else None
     where = None if failure is None or may_be_chance(failure.how) or THEN_PRINTED in failure.how else failure.where
     # The line is to be mended, unless the cause is known to be elsewhere: a limit, a file, the environment.
-    if where is not None and (cause := registry.call("cause_of_end", run)) is not None and not cause.is_of_code:
-        where = None
+    if where is not None:
+        from toolkit.plugins.why.runs import cause_of
+
+        if (cause := cause_of(run)) is not None and not cause.is_of_code:
+            where = None
     return Situation(
         run.id,
         known,

@@ -9,12 +9,20 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError
 from toolkit.base.process_identity import ProcessIdentity
 from toolkit.checkpoint.folder import newest_step
-from toolkit.files.run_files import AttemptRecord, FirstFailure, JobUsage, RunResult, RunState, RunStatus, Start
+from toolkit.files.run_files import (
+    AttemptRecord,
+    Efficiency,
+    FirstFailure,
+    JobUsage,
+    RunResult,
+    RunState,
+    RunStatus,
+    Start,
+)
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput, start_up
 from toolkit.nodes.allocation import Allocation
@@ -171,7 +179,7 @@ class Journal:
         self._run.add_attempt(line)
         lines.append(line)
 
-    def write_result(self, attempt: Attempt, state: RunState, why: str) -> None:
+    def write_result(self, attempt: Attempt, state: RunState, why: str, efficiency: Efficiency | None) -> None:
         now, lines = time.time(), self.lines
         at = attempt.progress
         result = RunResult(state, len(lines), step=at.step, epoch=at.epoch, samples=at.samples, metrics=at.metrics)
@@ -182,8 +190,8 @@ class Journal:
         ledgers = [line.goodput for line in lines]
         if any(ledgers):
             more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now - goodput.away_s(lines)))
-        if used := registry.call("efficiency", self._run.usage(), lines, state is RunState.COMPLETED):
-            more["efficiency"] = used
+        if efficiency is not None:
+            more["efficiency"] = efficiency
         self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
 
     def announce(self) -> None:

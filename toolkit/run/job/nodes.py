@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import registry
 from toolkit.base import fsio, logs
 from toolkit.files import records
 from toolkit.files.json_record import JsonRecord, shape_of
@@ -41,8 +40,19 @@ class BadNode(JsonRecord):
 class Nodes:
     """The job's nodes, in the order in which attempts fill them."""
 
-    def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
-        """Keep the last ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left."""
+    def __init__(
+        self,
+        run: RunDir,
+        allocation: Allocation,
+        *,
+        spare: int,
+        allow_fewer: bool,
+        doubtful: Mapping[str, str] | None = None,
+    ) -> None:
+        """Keep the last ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left.
+
+        ``doubtful`` nodes, which have ended attempts of other runs, are only used where no others are.
+        """
         self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
         self._shapes = allocation.shapes
         self._wanted = allocation.without(spare).hosts
@@ -51,8 +61,7 @@ class Nodes:
         self._ailing: dict[str, BadNode] = {}
         self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
         #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
-        doubtful: Mapping[str, str] = registry.call("doubtful_nodes", run) or {}
-        self._doubtful = {host: why for host, why in doubtful.items() if host in allocation.hosts}
+        self._doubtful = {host: why for host, why in (doubtful or {}).items() if host in allocation.hosts}
         for host, why in self._doubtful.items():
             log.warning("node %s %s", host, why)
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio, logs, staged, torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, is_one_line
@@ -105,8 +104,14 @@ def new_run(config: JobConfig, project: Path | None, like: RunDir | None = None)
 def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
     configs.validate(config, project=project, goes_on=goes_on)
+    if config.trackers:
+        from toolkit.plugins.trackers.beside_run import refuse_missing
+
+        refuse_missing(config)
     if executor == "slurm":
-        registry.ask("check_site", config)
+        from toolkit.plugins.site.site_limits import check_site
+
+        check_site(config)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is None:
@@ -126,7 +131,9 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
         )
-    registry.call("check_source", source)
+    from toolkit.plugins.counted_steps.loops import warn_of_counting
+
+    warn_of_counting(source)
     _warn_of_imports(config, source, project)
 
 

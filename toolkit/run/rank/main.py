@@ -14,13 +14,12 @@ import socket
 import sys
 import zlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import disks, fsio, logs, secret_values, signals
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
 from toolkit.base.process_identity import ProcessIdentity
@@ -94,8 +93,12 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | disks.cache_variables(os.environ))
     attempt = whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)
     # For tests of a user: the rank fails at an exact operation on a file.
-    is_to_fail = FAULTS_VARIABLE in os.environ
-    with registry.needed("faults", FAULTS_VARIABLE)(place.rank, attempt) if is_to_fail else nullcontext():
+    faults: AbstractContextManager[object] = nullcontext()
+    if FAULTS_VARIABLE in os.environ:
+        from toolkit.plugins.testing.faults import of_environment
+
+        faults = of_environment(place.rank, attempt)
+    with faults:
         if configs.is_loop(config.job, _project()):
             # Run a user's own loop as Python would: a script with its folder first on the path, or a module.
             path = configs.job_source(config.job, _project())

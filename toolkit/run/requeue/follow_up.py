@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from toolkit import registry
 from toolkit.base import fsio, logs, outages, staged
 from toolkit.base.errors import EXIT_STOPPED, SlurmError
 from toolkit.config import JobConfig, load_config
@@ -32,6 +31,7 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.slurm_job import JobFate, fate_of_row
 from toolkit.run.prepare import snapshot
 from toolkit.run.records import ownership, stop_request
+from toolkit.run.requeue.script_options import script_lines
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.variables import of_components, whole_number
@@ -101,7 +101,7 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
     variables = snapshot.job_environment(run, os.environ, token) | environment(run, [row.requeue_id, *waiting])
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     body = "\n".join([IGNORE_SIGNALS, *exports, command(run), ""])
-    lines: list[str] = registry.call("script_lines", row.job_id) or []
+    lines = script_lines(row.job_id)
     ask = partial(submit, run, slurm, after=[row.job_id, *waiting], options=options_of_job(os.environ, row, run))
     try:
         return ask("\n".join(["#!/bin/bash", *lines, body]))

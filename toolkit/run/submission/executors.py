@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import registry
 from toolkit.base import fsio, logs, terminal
 from toolkit.base.errors import (
     MaybeQueuedError,
@@ -131,8 +130,11 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
                 flags["requeue"] = "expedite"
             # Wait for the present jobs of the runs that come first. Whether that is enough, the run finds out itself.
             waits_for = run.after()
-            awaited = None if waits_for is None else registry.needed("after", run.after_path.name)
-            jobs = [] if awaited is None else awaited.outlook(waits_for, Slurm().show_jobs).jobs
+            jobs: Sequence[str] = ()
+            if waits_for is not None:
+                from toolkit.plugins.after import awaited
+
+                jobs = awaited.outlook(waits_for, Slurm().show_jobs).jobs
             if jobs:
                 flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
             executor.update_parameters(**parameters)
@@ -154,8 +156,9 @@ def _may_expedite(config: JobConfig) -> bool:
     flags = {str(key).replace("_", "-") for key in config.cluster.extra}
     if flags & {"requeue", "no-requeue"}:
         return False
-    known: bool | None = registry.call("expedites")
-    if known is not None:
+    from toolkit.plugins.site import site_profile
+
+    if (known := site_profile.expedites()) is not None:
         return known
     try:
         return Slurm().expedites()

@@ -19,7 +19,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import registry
 from toolkit.base import logs, reading
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
@@ -368,8 +367,9 @@ def withdraw_retry(run: RunDir) -> bool:
     """
     if run.point([]) is None:
         return False
-    withdraw = registry.find("hooks", "withdraw_retry")
-    return withdraw is not None and bool(withdraw(run))
+    from toolkit.plugins.sweep import again
+
+    return again.withdraw_retry(run)
 
 
 def attach(run: RunDir) -> Run:

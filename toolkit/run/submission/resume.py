@@ -16,7 +16,6 @@ from typing import Any
 from yaml import MappingNode
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError
 from toolkit.checkpoint.folder import CheckpointFolder, committed
@@ -59,7 +58,9 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
     if (record := run.after()) is not None:
-        registry.needed("after", run.after_path.name).refuse_ended(record, Slurm().show_jobs)
+        from toolkit.plugins.after import awaited
+
+        awaited.refuse_ended(record, Slurm().show_jobs)
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.

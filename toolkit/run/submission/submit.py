@@ -16,7 +16,6 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, MaybeQueuedError, RequestError, SlurmError, nearest
 from toolkit.config import JobConfig
@@ -144,14 +143,20 @@ def _values_of(job: Callable[..., object]) -> dict[str, str]:
 def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | None = None) -> AfterRecord | None:
     """Return what a new run, or a sweep, is to wait for; None for nothing. Raises RequestError if it cannot wait."""
     names = [after] if isinstance(after, str) else [*after]
-    find = registry.needed("after", "--after").find if names else None
-    found: AfterRecord | None = find and find(names, executor, show_jobs or Slurm().show_jobs)
-    return found
+    if not names:
+        return None
+    from toolkit.plugins.after.awaited import find
+
+    return find(names, executor, show_jobs or Slurm().show_jobs)
 
 
 def begins_with(config: JobConfig, waits_for: AfterRecord | None) -> bool:
     """True if the config begins with the weights of a run that is waited for. Its path is written there."""
-    return waits_for is not None and bool(registry.needed("after", "--after").begin_with(config, waits_for))
+    if waits_for is None:
+        return False
+    from toolkit.plugins.after.awaited import begin_with
+
+    return bool(begin_with(config, waits_for))
 
 
 def submit_command(

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from queue import Empty
-from typing import Any, Protocol
+from typing import Any
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import EXIT_STOPPED, DamagedFileError
 from toolkit.files import records
@@ -44,6 +43,7 @@ from toolkit.run.attempt.facts import RankFailure, Stop
 from toolkit.run.records import user_request
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.records.user_request import Answer, Wish
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.hang_watch import HangWatch
 from toolkit.run.supervise.node_care import NodeCare
@@ -84,20 +84,13 @@ def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: No
     AttemptLoop(context, attempt, running, store, care).run()
 
 
-class AttemptWatcher(Protocol):
-    """Watches an attempt of a plugin's concern: the hook ``watch_attempt`` makes one."""
-
-    def look(self, attempt: Attempt, stops: StopPath) -> None:
-        """Ask the ranks to stop where the run is not to go on. Called twice a second."""
-
-
 class AttemptLoop:
     """Handles what happens to the ranks of one attempt."""
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
-        self._watcher = registry.Guarded("watch_attempt", context)  #: an AttemptWatcher
+        self._halving = parts.halving(context)
         self._hangs = HangWatch(context, attempt, ranks)
         self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
@@ -181,10 +174,10 @@ class AttemptLoop:
             self._attempt.note_begun()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
-        self._watcher.ask("look", self._attempt, self.stops)
+        self._halving.look(self._attempt, self.stops)
         self._hangs.look()
         self._requests.look()
-        self._care.dead.ask("look", self._attempt)
+        self._care.dead.look(self._attempt)
         self._care.look_for_ailing(self._attempt, self.stops)
         self.stops.leave_the_rest_to_slurm()
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.config.validation import may_lose_nodes
 from toolkit.devices import on_node
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -24,8 +21,9 @@ from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.nodes.start.agents import Agents, Endpoint
 from toolkit.nodes.start.launcher import Launcher
 from toolkit.run.records import ownership
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.supervisor import Supervisor
-from toolkit.slurm.commands import Slurm, settings_of
+from toolkit.slurm.commands import Slurm
 from toolkit.slurm.container import Container, outermost
 from toolkit.slurm.container import parse as parse_image
 from toolkit.slurm.srun_commands import limit_options
@@ -60,18 +58,10 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     allocation = Allocation.slurm(os.environ, slurm).in_order(slurm)
     allocation = replace(allocation, tasks_per_gpu=config.cluster.tasks_per_gpu)
     container = _container(run, config, allocation)
-    watch = None
-    if may_lose_nodes(config, len(allocation.hosts)):
-        watch = partial(registry.needed("watch_batch_host", "a job with --no-kill"), run, allocation)
-    agents = Agents(
-        run, allocation, SrunAgents(run, allocation, limit_options(config.cluster.setup)), endpoint, watch_command=watch
-    )
-    # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
-    needs_srun = config.dist.backend == "mpi" or (container is not None and container.is_a_step)
-    if needs_srun:
-        launcher = registry.needed("launcher", "ranks that srun starts")(config, run, slurm, agents, container)
-    else:
-        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
+    watch = parts.watch_command(config, run, allocation)
+    starter = SrunAgents(run, allocation, limit_options(config.cluster.setup))
+    agents = Agents(run, allocation, starter, endpoint, watch_command=watch)
+    launcher = parts.launcher(config, run, allocation, slurm, agents, container)
     return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
 
 

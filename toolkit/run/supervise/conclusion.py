@@ -9,13 +9,12 @@ import os
 import time
 from dataclasses import replace
 
-from toolkit import registry
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.files import rundir
 from toolkit.files.run_files import STOPPED_PHASE, RunState
 from toolkit.hang import stacks
-from toolkit.run.attempt import advice, error_files
+from toolkit.run.attempt import error_files
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
@@ -24,6 +23,7 @@ from toolkit.run.attempt.verdict import has_completed, has_worked, judge, unfit_
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.attempt_loop import note_cut_link
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.node_care import NodeCare
@@ -148,7 +148,7 @@ def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
 
 
 def note_recurring(context: Context, attempt: Attempt) -> None:
-    """Note the errors of a run that has never worked for which no restart helps, by what the hook ``recurs`` says.
+    """Note the errors of a run that has never worked for which no restart helps.
 
     What a node may lack counts where rank 0 lacks it, and so does another node if there are several.
     """
@@ -161,7 +161,7 @@ def note_recurring(context: Context, attempt: Attempt) -> None:
         if failure.by_signal or failure.is_consequence or failure.at_launch or is_of_device:
             continue
         if failure.how not in kinds:
-            kinds[failure.how] = registry.call("recurs", context.run, attempt.number, failure)
+            kinds[failure.how] = parts.recurs(context.run, attempt.number, failure)
         recurring.get(kinds[failure.how] or "", []).append(failure)
     on_nodes = {failure.host for failure in recurring["on_node"]}
     is_common = len(on_nodes) >= min(2, len(context.allocation.hosts))
@@ -221,7 +221,7 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
         run.give_up_room()
     outages.persist(lambda: journal.add(attempt, verdict), run.path)
     if context.job.slurm is not None:
-        registry.call("note_faults", run, attempt.nodes_at_fault(verdict.suspect))
+        parts.note_faults(run, attempt.nodes_at_fault(verdict.suspect))
     if verdict.decision is Decision.RESTART:
         journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
         return
@@ -238,16 +238,17 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
             why = f"{why}; but {'it has no job' if context.requeue is None else context.requeue.not_taken_back}"
             state = RunState.STOPPED
         journal.set_status(state, attempt, why=why, ended=time.time())
-    outages.persist(lambda: journal.write_result(attempt, state, why), run.path)
+    used = parts.efficiency(run, journal.lines, state is RunState.COMPLETED)
+    outages.persist(lambda: journal.write_result(attempt, state, why, used), run.path)
     if state is not RunState.COMPLETED:
-        log.info("next: %s", advice.of(run))
+        log.info("next: %s", parts.next_step(run))
 
 
 def end_before_start(context: Context) -> int:
     """Write the result of a run that a user ended before it started again. Return the job's exit code."""
     state = stop_request.end_state(context.asked())
     outages.persist(lambda: write_ended(context.run, state, f"{state} before it started again"), context.run.path)
-    registry.call("run_ended", context.run)
+    parts.notify(context.run)
     return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from queue import SimpleQueue
-from typing import Any, Protocol
 
-from toolkit import registry
 from toolkit.base import logs, signals, staged
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import JobUsage
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
 from toolkit.nodes.allocation import Allocation
@@ -27,33 +23,11 @@ from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import JobRequeue
+from toolkit.run.supervise import parts
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
-from toolkit.slurm.jobs import JobRow
 
 log = logs.get(__name__)
-
-
-class UsageRecorder(Protocol):
-    """The hook ``job_usage``: keeps in the run what its job uses.
-
-    Made with the run, the allocation, the prices of the config, and the variables of the supervisor.
-    """
-
-    slow_links: Mapping[str, str]  #: the nodes with a GPU whose link is slower than the others', with the reason
-
-    def update(
-        self,
-        messages: Mapping[tuple[str, float], Mapping[str, Any]],
-        attempt: Attempt,
-        row: JobRow | None,
-        *,
-        is_last: bool = False,
-    ) -> JobUsage | None:
-        """Return what the job has used so far; None if that is not known. ``row`` is the job in Slurm.
-
-        ``messages``: the newest ``usage`` of each agent, by its host and its begin.
-        """
 
 
 class Context:
@@ -75,11 +49,10 @@ class Context:
         self.agents, self.container = agents, container
         spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
         self.job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
-        self.nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
+        self.nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer, doubtful=parts.doubtful_nodes(run))
         self.journal = Journal(run, allocation, self.nodes)
         self.events: Events = SimpleQueue()
-        prices = config.cluster.price
-        self.usage = registry.Guarded("job_usage", run, allocation, prices, os.environ)  #: a UsageRecorder
+        self.usage = parts.measuring_usage(run, config, allocation)
         self.requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self.nodes)
 
     @property
@@ -91,7 +64,7 @@ class Context:
         """Have the journal write what the job uses, as far as the agents have told."""
         if self.agents is not None:
             messages = dict(self.agents.usages)  # another thread adds to it
-            used = self.usage.ask("update", messages, attempt, self.job.row, is_last=is_last)
+            used = self.usage.update(messages, attempt, self.job.row, is_last=is_last)
             self.journal.usage = used or self.journal.usage
 
     def note_ready(self, attempt: Attempt) -> None:

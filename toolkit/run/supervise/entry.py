@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from toolkit import registry
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
 from toolkit.files.run_files import RunState
@@ -34,6 +33,7 @@ from toolkit.run.requeue.requeue import (
     give_back_if_full,
     give_back_if_half_started,
 )
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.building import build, open_endpoint
 from toolkit.slurm.commands import Slurm
 
@@ -112,7 +112,7 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
         outages.persist(lambda: write_ended(run, RunState.FAILED, why), run.path)
     except OSError as also:
         log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
-    registry.call("run_ended", run)
+    parts.notify(run)
 
 
 class SupervisorKilledError(ToolkitError):

@@ -1,4 +1,4 @@
-"""Looks for dead, drained and sick nodes while ranks work. A plugin looks for the dead ones."""
+"""Looks for dead, drained and sick nodes while ranks work."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
-from toolkit import registry
 from toolkit.base import hostlist, logs, outages
 from toolkit.base.errors import SlurmError
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import StopPath
 
@@ -31,7 +31,7 @@ class NodeCare:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.dead = registry.Guarded("dead_nodes", context)  #: puts a NodeFailed for each into the queue
+        self.dead = parts.finding_dead_nodes(context)
         self._drained: NodePoller | None = None
         slurm = context.job.slurm
         if slurm is not None and len(context.allocation.hosts) > 1:  # a job on one node cannot leave it
@@ -46,7 +46,7 @@ class NodeCare:
         if self._drained is not None:
             self._drained.look(self._context.allocation.hosts)
             drained = self._drained.found
-        slow: Mapping[str, str] = self._context.usage.ask("slow_links") or {}
+        slow = self._context.usage.slow_links() or {}
         nodes.note(sick={**slow, **agents.sick_hosts}, drained=drained)
         # Move only if good spares are there and the stop costs no step.
         leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)

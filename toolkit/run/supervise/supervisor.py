@@ -11,10 +11,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Collection
-from typing import Protocol
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.config import JobConfig
@@ -28,6 +25,7 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Verdict
 from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.attempt_loop import run_attempt
 from toolkit.run.supervise.beginning import close_interrupted, has_ended, take_run
 from toolkit.run.supervise.conclusion import conclude, end_before_start, record
@@ -44,22 +42,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 REQUEST_EVERY_S = 0.5
 
 log = logs.get(__name__)
-
-
-class NodePreparation(Protocol):
-    """The hook ``prepare_nodes``: what is done on the nodes while their agents start, as copies of shared files.
-
-    Made with the run, its config, the allocation, the launcher, and a function that takes a line about each result.
-    """
-
-    def decide(self) -> None:
-        """Decide what the ranks wait for. Called before the agents are started."""
-
-    def begin(self) -> None:
-        """Begin. Called when the agents can be reached."""
-
-    def wait(self, hosts: Collection[str], events: Events) -> None:
-        """Wait for these hosts. A signal in ``events`` ends the wait."""
 
 
 class Supervisor:
@@ -96,15 +78,14 @@ class Supervisor:
         if has_ended(self._context, earlier_death):
             return EXIT_DONE
         take_run(self._context)
-        beside = registry.Guarded("beside_run", self._run, self._config) if self._config.trackers else None
+        senders = parts.sending_to_trackers(self._run, self._config)
         try:
             verdict = self._start(earlier_death)
         finally:
             self._is_over.set()
             if self._agents is not None:
                 self._agents.close()
-            if beside is not None:
-                beside.ask("close")
+            senders.close()
         # A user ended the run before it started again.
         if verdict is None:
             return end_before_start(self._context)
@@ -112,7 +93,7 @@ class Supervisor:
         if self._context.requeue is not None and verdict.decision is not Decision.REQUEUE:
             self._context.requeue.dismiss()
         if verdict.decision is not Decision.REQUEUE or self._run.result() is not None:  # Slurm may not take it back
-            registry.call("run_ended", self._run)
+            parts.notify(self._run)
         return _exit_code(verdict)
 
     # ------------------------------------------------------------------------------------------------- the beginning
@@ -130,23 +111,22 @@ class Supervisor:
             self._events.put(Signalled(signal.SIGTERM))
         close_interrupted(self._context, earlier_death)
         self._journal.announce()
-        ended: Verdict | None = None
-        if self._run.after() is not None:
-            ended = registry.needed("wait_for_other_runs", self._run.after_path.name)(self._context)
+        ended = parts.wait_for_other_runs(self._context)
         if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
             return ended
         threading.Thread(target=self._watch_for_request, daemon=True).start()
         # The agents import torch while this process does the rest.
         plan = self._nodes.plan()
-        parts = (self._run, self._config, self._allocation, self._launcher, self._journal.note_staging)
-        preparation = registry.Guarded("prepare_nodes", *parts)  # a NodePreparation: a start can do without it
-        preparation.ask("decide")
+        copying = parts.copying_to_nodes(
+            self._run, self._config, self._allocation, self._launcher, self._journal.note_staging
+        )
+        copying.decide()
         self._launcher.prepare(() if plan is None else plan.hosts)
-        preparation.ask("begin")
+        copying.begin()
         self._context.prepare_requeue()
-        registry.call("check_nodes", self._context)
+        parts.check_nodes(self._context)
         plan = self._nodes.plan()  # without nodes that are bad
-        preparation.ask("wait", () if plan is None else plan.hosts, self._events)
+        copying.wait(() if plan is None else plan.hosts, self._events)
         return self._run_attempts()
 
     def _watch_for_request(self) -> None:

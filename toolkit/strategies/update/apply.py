@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
-from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import TrainConfig
@@ -86,7 +85,9 @@ class Update:
         self._buffers = _Buffers(self._parts) if leaves_out else None
         self._pruning = None
         if train.pruning.amount:
-            self._pruning = registry.needed("prune", "train.pruning.amount")(model, train.pruning, total)
+            from toolkit.plugins.pruning.pruning import Pruning
+
+            self._pruning = Pruning(model, train.pruning, total)
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
 
     def begin(self) -> None:

@@ -10,9 +10,9 @@ from toolkit.config import JobConfig, dump_config
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.plugins.topology.node_order import in_order, node_order, units_of
 from toolkit.run.job.nodes import Nodes
 from toolkit.run.supervise import building
+from toolkit.slurm.node_order import in_order, node_order, units_of
 
 #: The example of Slurm's topology.conf(5), as scontrol prints it.
 TREE = """\

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from toolkit.base import hostlist, logs
+from toolkit.base.errors import SlurmError
 from toolkit.slurm.commands import SlurmCommands
 
 log = logs.get(__name__)
@@ -19,14 +20,18 @@ _UNIT = re.compile(r"^(?:SwitchName|BlockName|AggregatedBlock)=(\S+).*?\bNodes=(
 
 
 def node_order(hosts: Sequence[str], slurm: SlurmCommands | None) -> Sequence[str]:
-    """Return the job's nodes such that near ones follow each other. Raises SlurmError.
+    """Return the job's nodes such that near ones follow each other; as they are where Slurm does not answer.
 
     Slurm is asked once, and not at all without a topology plugin: a node's address then has the pattern ``node``.
     """
     # sbatch(1), SLURM_TOPOLOGY_ADDR_PATTERN: switch.switch.node, or block.node.
     if slurm is None or len(hosts) < 2 or "." not in os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""):
         return hosts
-    ordered = in_order(hosts, units_of(slurm.topology()))
+    try:
+        ordered = in_order(hosts, units_of(slurm.topology()))
+    except SlurmError as error:
+        log.warning("ranks are not placed by the network: %s", error)
+        return hosts
     if ordered != [*hosts]:
         log.info("ranks are placed by the network: %s", ",".join(ordered))
     return ordered

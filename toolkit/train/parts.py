@@ -1,0 +1,105 @@
+"""All that a rank may have beside its loop, each part by an import where it is made.
+
+What carries out a key of the config raises what it raises. The rest only watches or advises, and cannot end a rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.base import fsio, trust
+from toolkit.base.best_effort import best_effort_part
+from toolkit.checkpoint.folder import CheckpointFolder
+from toolkit.data.loader import Batches
+from toolkit.files.rundir import TRACE_VARIABLE
+from toolkit.metrics.goodput import Timesheet
+from toolkit.ranks.session import Session
+from toolkit.strategies.protocol import Strategy
+
+if TYPE_CHECKING:
+    from toolkit.plugins.bad_samples.listing import BadSamples
+    from toolkit.plugins.balance.shares import Balance
+    from toolkit.plugins.curves.history import History
+    from toolkit.plugins.curves.stragglers import RankPace
+    from toolkit.plugins.live.on_request import OnRequest
+    from toolkit.plugins.memory.copies import MemoryCopies
+    from toolkit.plugins.profile.trace import StepTrace
+    from toolkit.plugins.second_place.second_place import SecondPlace
+    from toolkit.train.state import TrainingState
+
+# -------------------------------------------------------------------------------------------- what a key asks for
+
+
+def sharing_by_speed(loader: Batches, strategy: Strategy, ranks: int, accumulate: int) -> Balance | None:
+    """Return what ``data.share: auto`` asks for."""
+    if not loader.balances or ranks == 1:
+        return None
+    from toolkit.plugins.balance.shares import build_balance
+
+    return build_balance(loader, strategy.share, ranks, accumulate)
+
+
+def listing_bad_samples(loader: Batches, session: Session) -> BadSamples | None:
+    """Return what ``data.bad_samples: skip`` asks for."""
+    if loader.max_bad_samples is None:
+        return None
+    from toolkit.plugins.bad_samples.listing import BadSamples
+
+    return BadSamples(session, loader.max_bad_samples)
+
+
+def copies_in_memory(every: int | str | None, session: Session, state: TrainingState) -> MemoryCopies | None:
+    """Return what ``checkpoint.memory_every_steps`` asks for: copies that are newer than what is on disk."""
+    if every is None:
+        return None
+    from toolkit.plugins.memory.copies import MemoryCopies
+
+    return MemoryCopies(every, session, state)
+
+
+def second_place(place: str | None, session: Session, checkpoints: CheckpointFolder) -> SecondPlace | None:
+    """Return what ``checkpoint.copy_to`` asks for, on rank 0: copies of what is committed, for which no step waits."""
+    if place is None or not session.is_main:
+        return None
+    from toolkit.plugins.second_place.second_place import SecondPlace
+
+    folder = trust.own_part(fsio.expand(place)) / session.run_dir.parent.name / session.run_dir.name / "checkpoints"
+    return SecondPlace(folder, checkpoints.keep, session.activity.note_progress, session.owns_run)
+
+
+def trace(session: Session) -> StepTrace | None:
+    """Return what records each step of this rank, for `toolkit resume-check`."""
+    if TRACE_VARIABLE not in os.environ:
+        return None
+    from toolkit.plugins.profile.trace import start
+    from toolkit.train.state import conditions
+
+    return start(os.environ[TRACE_VARIABLE], session, conditions(session))
+
+
+def requests(session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> OnRequest:
+    """Return what carries out `toolkit set` and `toolkit profile`, between two steps."""
+    from toolkit.plugins.live.on_request import OnRequest
+
+    return OnRequest(session, adopt)
+
+
+# ---------------------------------------------------------------------------------------- what watches and advises
+
+
+@best_effort_part
+def comparing_ranks(session: Session) -> RankPace:
+    """Return what compares the ranks' own times of a step."""
+    from toolkit.plugins.curves.stragglers import RankPace
+
+    return RankPace(session)
+
+
+@best_effort_part
+def history_of_attempts(session: Session, first_step: int, sheet: Timesheet) -> History:
+    """Return the figures of the run's attempts. Made at the first step."""
+    from toolkit.plugins.curves.history import History
+
+    return History(session, first_step, sheet)
