@@ -159,7 +159,7 @@ class LlamaSizes:
 class Llama(nn.Module):
     """A decoder with its head."""
 
-    #: How ranks may compute its layers together, see toolkit/plugins/tensor/plan.py.
+    #: How ranks may compute its layers together, see toolkit/plugins/model_parallel/tensor_plan.py.
     tensor_plan = (
         dict.fromkeys(["model.embed_tokens", "model.layers.*.self_attn.o_proj"], "rowwise")
         | dict.fromkeys([f"model.layers.*.self_attn.{each}_proj" for each in "qkv"], "colwise")

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from toolkit.base.staged import staged
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
-    from toolkit.plugins.images.mixing import PairMixing
-    from toolkit.plugins.shards.dataset import ShardedData
-    from toolkit.plugins.shards.raw_tokens import RawTokens
-    from toolkit.plugins.streams.streams import Streams
-    from toolkit.plugins.tokens.windows import TokenWindows, load_tokens
+    from toolkit.plugins.formats.images.mixing import PairMixing
+    from toolkit.plugins.formats.shards.dataset import ShardedData
+    from toolkit.plugins.formats.shards.raw_tokens import RawTokens
+    from toolkit.plugins.formats.streams import Streams
+    from toolkit.plugins.formats.tokens.windows import TokenWindows, load_tokens
     from toolkit.ranks.batch import Batch, Share
     from toolkit.run.submission.handle import Run, find, runs
     from toolkit.run.submission.submit import submit
@@ -67,20 +67,20 @@ _HOMES = {
     "Job": "toolkit.train.job",
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
-    "PairMixing": "toolkit.plugins.images.mixing",
-    "RawTokens": "toolkit.plugins.shards.raw_tokens",
+    "PairMixing": "toolkit.plugins.formats.images.mixing",
+    "RawTokens": "toolkit.plugins.formats.shards.raw_tokens",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.run.submission.handle",
-    "ShardedData": "toolkit.plugins.shards.dataset",
+    "ShardedData": "toolkit.plugins.formats.shards.dataset",
     "Share": "toolkit.ranks.batch",
-    "Streams": "toolkit.plugins.streams.streams",
-    "TokenWindows": "toolkit.plugins.tokens.windows",
+    "Streams": "toolkit.plugins.formats.streams",
+    "TokenWindows": "toolkit.plugins.formats.tokens.windows",
     "TrainingRun": "toolkit.train.user_loop",
     "build_datasets": "toolkit.data.datasets",
     "current": "toolkit.train.start",
     "find": "toolkit.run.submission.handle",
     "load_config": "toolkit.config",
-    "load_tokens": "toolkit.plugins.tokens.windows",
+    "load_tokens": "toolkit.plugins.formats.tokens.windows",
     "runs": "toolkit.run.submission.handle",
     "staged": "toolkit.base.staged",
     "start": "toolkit.train.start",

@@ -56,54 +56,37 @@ class StrategyKind(NamedTuple):
 
 
 _PLAIN, _SPMD, _P = "toolkit.config.validation:StrategyChecks", "toolkit.strategies:build_spmd", "toolkit.plugins"
-_SHARDS = ("shards", "replicas")
 # fmt: off
 STRATEGIES = {
     # build, checks, same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
-    "ddp":    StrategyKind(_SPMD, _PLAIN, True, True, True, False, True),
-    "fsdp":   StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, _SHARDS),
-    "zero":   StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, _SHARDS),
-    "dp":     StrategyKind(_SPMD, _PLAIN, True, True),
+    "ddp": StrategyKind(_SPMD, _PLAIN, True, True, True, False, True),
+    "fsdp": StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, ("shards", "replicas")),
+    "zero": StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, ("shards", "replicas")),
+    "dp": StrategyKind(_SPMD, _PLAIN, True, True),
     "custom": StrategyKind(_SPMD, "toolkit.config.validation:CustomChecks"),
-    "auto": StrategyKind(f"{_P}.auto.strategy:build", f"{_P}.auto.checks:AutoChecks", True, True, True),
-    "local_sgd": StrategyKind(f"{_P}.local_sgd.strategy:build", f"{_P}.local_sgd.checks:LocalSgdChecks", True),
+    "auto": StrategyKind(f"{_P}.methods.auto:build", f"{_P}.methods.auto_checks:AutoChecks", True, True, True),
+    "local_sgd": StrategyKind(
+        f"{_P}.methods.local_sgd:build", f"{_P}.methods.local_sgd_checks:LocalSgdChecks", True),
     "parameter_server": StrategyKind(
-        f"{_P}.parameter_server.roles:build", f"{_P}.parameter_server.checks:ParameterServerChecks", True
-    ),
+        f"{_P}.methods.parameter_server.roles:build",
+        f"{_P}.methods.parameter_server.checks:ParameterServerChecks", True),
     "pipeline": StrategyKind(
-        f"{_P}.pipeline.strategy:build", f"{_P}.pipeline.checks:PipelineChecks", True, True, mesh=("stages", "replicas")
-    ),
+        f"{_P}.model_parallel.pipeline:build", f"{_P}.model_parallel.pipeline_checks:PipelineChecks", True, True,
+        mesh=("stages", "replicas")),
     "tensor": StrategyKind(
-        f"{_P}.tensor.layout:build", f"{_P}.tensor.checks:TensorChecks", True, True, sharded=True,
-        mesh=("tensor", "replicas", "shards"),
-    ),
+        f"{_P}.model_parallel.tensor_layout:build", f"{_P}.model_parallel.tensor_checks:TensorChecks", True, True,
+        sharded=True, mesh=("tensor", "replicas", "shards")),
 }
 # fmt: on
-_COMMANDS = {
-    "toolkit.cli.commands": ("submit", "supervise", "run", "exec", "status", "stop", "cancel", "resume"),
-    f"{_P}.inference.commands": ("evaluate", "generate", "export"),
-    f"{_P}.report.commands": ("report", "compare"),
-    f"{_P}.site.commands": ("env", "doctor", "init"),
-    f"{_P}.disk": ("rm", "gc"),
-}
+_COMMANDS = """cancel checkpoint compare completion data doctor env evaluate exec export follow gc generate init logs new
+    profile report resume resume-check rm run set shell stacks status stop submit supervise sweep sync tensorboard watch why"""
+_IMAGES, _TOKENS = f"{_P}.formats.images.catalog", f"{_P}.formats.tokens.catalog"
 BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
-    "commands": {name: f"{folder}.{name}" for folder, names in _COMMANDS.items() for name in names}
-    | {name: f"{_P}.{name}.command" for name in ("completion", "new", "profile", "shell", "sweep", "watch", "why")}
-    | {
-        "checkpoint": f"{_P}.checkpoints.command",
-        "stacks": f"{_P}.hangs.command",
-        "data": f"{_P}.images.command",
-        "set": f"{_P}.live.command",
-        "logs": f"{_P}.logs.command",
-        "follow": f"{_P}.logs.follow_command",
-        "resume-check": f"{_P}.site.commands.resume_check",
-        "sync": f"{_P}.trackers.command",
-        "tensorboard": f"{_P}.trackers.tensorboard_command",
-    },
+    "commands": {name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _COMMANDS.split()},
     "strategies": {name: kind.build for name, kind in STRATEGIES.items()},
     "datasets": {name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")}
-    | {name: f"{_P}.images.catalog:{name.upper()}" for name in ("mnist", "fashion_mnist", "cifar10", "image_folder")}
-    | {name: f"{_P}.tokens.catalog:{name.upper()}" for name in ("text", "tokens")},
+    | {name: f"{_IMAGES}:{name.upper()}" for name in ("mnist", "fashion_mnist", "cifar10", "image_folder")}
+    | {name: f"{_TOKENS}:{name.upper()}" for name in ("text", "tokens")},
     "trackers": {name: f"{_P}.trackers.{name}:{name.capitalize()}" for name in ("mlflow", "trackio", "wandb")},
     "backends": {**dict.fromkeys(("auto", "nccl", "xccl", "gloo"), "torch.distributed"), "mpi": f"{_P}.mpi.backend"},
     "devices": {},

@@ -49,7 +49,7 @@ from toolkit.data.loader import Loader
 from toolkit.data.pictures import Standardise
 from toolkit.data.randomness import seed_sample
 from toolkit.nodes.agent import state_memory
-from toolkit.plugins.images.photographs import Photographs
+from toolkit.plugins.formats.images.photographs import Photographs
 from toolkit.ranks.batch import Share
 
 HEIGHT, WIDTH, SIZE, BATCH, CLASSES = 375, 500, 224, 10, 4

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tests.bench import record
-from toolkit.plugins.monitor.node_monitor import MONITOR_COMMAND
+from toolkit.plugins.node_watch.node_monitor import MONITOR_COMMAND
 
 #: Like eight ranks with eight data workers each, and a node's other processes.
 RANKS, WORKERS = 8, 8

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 from tests.bench import record
 from toolkit.data.loader import Loader
-from toolkit.plugins.shards.dataset import ShardedData
+from toolkit.plugins.formats.shards.dataset import ShardedData
 from toolkit.ranks.batch import Share
 
 #: Every way of sharing that follows divides these: no loader has to drop or repeat samples to make readers even.

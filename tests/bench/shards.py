@@ -31,8 +31,8 @@ import numpy as np
 
 from tests.bench import record
 from toolkit.data.loader import Loader
-from toolkit.plugins.shards.dataset import ShardedData
-from toolkit.plugins.shards.raw_tokens import RawTokens
+from toolkit.plugins.formats.shards.dataset import ShardedData
+from toolkit.plugins.formats.shards.raw_tokens import RawTokens
 from toolkit.ranks.batch import Share
 
 SAMPLE_BYTES, BATCH, FILES = 64 << 10, 64, 8

@@ -39,7 +39,7 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import DataConfig, StrategyConfig, TrainConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import build_loader, eval_batches
-from toolkit.plugins.compression.schemes import BLOCK, Piece, Wire, build_scheme
+from toolkit.plugins.methods.compression_schemes import BLOCK, Piece, Wire, build_scheme
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
@@ -470,7 +470,7 @@ def judge(session: Session) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("toolkit.plugins.compression.compressed")
+    logger = logging.getLogger("toolkit.plugins.methods.compressed")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     strategy = compressed(session, "powersgd", compression_rank=1)

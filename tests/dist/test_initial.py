@@ -31,9 +31,9 @@ from tests.dist.strategy_cases import (
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
 from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
-from toolkit.plugins.init_from import weights
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.train import init_from as weights
 from toolkit.train.initial import initialised
 
 pytestmark = pytest.mark.dist

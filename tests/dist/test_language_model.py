@@ -18,7 +18,7 @@ from jobs.language_model import NO_TARGET, next_token, summed_cross_entropy
 from jobs.llama import Llama, LlamaSizes
 from toolkit.cli.main import main
 from toolkit.files.rundir import all_runs
-from toolkit.plugins.tokens.folder import Tokens
+from toolkit.plugins.formats.tokens.folder import Tokens
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 SMALL = [

@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE, nobody_left, wait_for
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.hangs.silence import NodesWatch, start_watch
+from toolkit.plugins.node_watch.silence import NodesWatch, start_watch
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 

@@ -21,10 +21,10 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.plugins.compression import layouts
-from toolkit.plugins.compression.compressed import Compressed
-from toolkit.plugins.compression.layouts import Overlapped, _BucketHook
-from toolkit.plugins.compression.schemes import Blocks
+from toolkit.plugins.methods import compression as layouts
+from toolkit.plugins.methods.compressed import Compressed
+from toolkit.plugins.methods.compression import Overlapped, _BucketHook
+from toolkit.plugins.methods.compression_schemes import Blocks
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 
@@ -197,7 +197,7 @@ class Alone:
 
 @pytest.mark.parametrize("codec", ["Fp16", "Bf16", "Int8"])
 def test_the_bits_do_not_depend_on_how_much_is_worked_on_at_a_time(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.plugins.compression import schemes as compression
+    from toolkit.plugins.methods import compression_schemes as compression
 
     monkeypatch.setattr(compression, "AT_ONCE", 7)  # 2 blocks of each rank: the last piece is shorter
     found = []

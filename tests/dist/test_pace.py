@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import CONFIG, logged, plain_model, train
-from toolkit.plugins.curves import stragglers
-from toolkit.plugins.curves.stragglers import Stragglers
+from toolkit.plugins.report import stragglers
+from toolkit.plugins.report.stragglers import Stragglers
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 

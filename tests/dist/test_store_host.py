@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE
 from toolkit.files import rundir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.start import store
-from toolkit.plugins.srun.launcher import StoreHost
+from toolkit.plugins.mpi.srun_launcher import StoreHost
 
 pytestmark = pytest.mark.dist
 TIMEOUT = timedelta(seconds=30 * PATIENCE)

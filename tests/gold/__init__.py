@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.plugins.why.diagnosis import cause_of_text
+from toolkit.plugins.report.why.diagnosis import cause_of_text
 
 PARTS = ("seen", "held_out")
 #: The label of a case in which no cause can be told.

@@ -156,7 +156,7 @@ def test_only_the_parts_of_a_process_are_made_by_best_effort() -> None:
 OF_ONE_KIND = re.compile(r"torch\.(cuda|xpu|hip)\b|is_cuda|nvidia(?!\.com)|\bcuda\b|rocm|nvml|_VISIBLE_DEVICES")
 
 #: They read each maker's figures for who watches a node.
-READERS = [PACKAGE / f"plugins/monitor/{name}.py" for name in ("drivers", "nvml", "sysfs")]
+READERS = [PACKAGE / f"plugins/node_watch/{name}.py" for name in ("drivers", "nvml", "sysfs")]
 
 
 def test_only_the_room_of_devices_knows_what_sets_them_apart() -> None:
@@ -202,8 +202,8 @@ LOGIN_NODE = [
     *("base", *FLOORS[1], "limits", "config", "hang", "slurm", "nodes", "run"),
     *(
         "cli",
-        *("plugins/completion", "plugins/hangs", "plugins/monitor", "plugins/report", "plugins/site"),
-        *("plugins/staging", "plugins/sweep", "plugins/trackers", "plugins/watch", "plugins/why"),
+        *("cli", "plugins/node_watch", "plugins/site", "plugins/staging", "plugins/sweep", "plugins/trackers"),
+        "plugins/report/why",
     ),
 ]
 #: What ranks and nodes run of a part of the login node.
@@ -287,7 +287,7 @@ def test_checks_of_a_node_start_without_site_packages() -> None:
 
     What they load must come with Python or with the toolkit.
     """
-    for path in (*(PACKAGE / "plugins/monitor").glob("*.py"), *(PACKAGE / "plugins/site/checks").glob("*.py")):
+    for path in (*(PACKAGE / "plugins/node_watch").glob("*.py"), *(PACKAGE / "plugins/site/checks").glob("*.py")):
         if path.stem == "preflight":  # it runs in the supervisor
             continue
         foreign = {module.split(".")[0] for module in imports_of(path)} - {*sys.stdlib_module_names, "toolkit"}
@@ -354,20 +354,20 @@ def test_only_fsio_renames_files() -> None:
 OTHER_FILES = {
     "what the kernel tells": (
         *("base/disks", "base/node_memory", "base/proc_stat", "base/process_identity", "base/signals", "devices/"),
-        *("hang/stacks", "nodes/agent/connections", "nodes/agent/processes", "nodes/agent/zygote", "plugins/monitor/"),
-        *("plugins/hangs/node_watch", "plugins/hangs/outside_stacks", "plugins/site/checks/", "plugins/site/measure"),
+        *("hang/stacks", "nodes/agent/connections", "nodes/agent/processes", "nodes/agent/zygote"),
+        *("plugins/node_watch/", "plugins/site/checks/", "plugins/site/measure"),
         *("plugins/staging/whole", "slurm/network", "train/state"),
     ),
     "what is installed with the toolkit": (
-        *("config/cluster", "config/job_module", "data/datasets", "plugins/new/project", "plugins/report/page"),
-        *("plugins/why/rules", "run/prepare/snapshot"),
+        *("config/cluster", "config/job_module", "data/datasets", "cli/new_project", "plugins/report/page"),
+        *("plugins/report/why/rules", "run/prepare/snapshot"),
     ),
     "data, sources and files that the user names, who may name a pipe": (
-        *("nodes/start/python_command", "plugins/shards/", "plugins/staging/", "plugins/tokens/"),
-        *("plugins/why/cause", "slurm/cluster_name"),
+        *("nodes/start/python_command", "plugins/formats/shards/", "plugins/staging/", "plugins/formats/tokens/"),
+        *("plugins/report/why/cause", "slurm/cluster_name"),
     ),
     "what the same process has made": (
-        *("base/fsio", "base/reading", "plugins/images/pixel_cache", "plugins/memory/", "plugins/profile/recording"),
+        *("base/fsio", "base/reading", "plugins/formats/images/pixel_cache", "plugins/memory/", "train/profile"),
     ),
 }
 

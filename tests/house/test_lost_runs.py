@@ -13,12 +13,12 @@ import pytest
 from tests.unit.cli.test_cli import run  # noqa: F401
 from tests.unit.run.test_local_processes import UNSEEN, make_run, owned_by, spellings
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
+from toolkit.cli import disk
 from toolkit.cli import main as cli
 from toolkit.cli.main import main
 from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.disk import disk
 from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent

@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.plugins.new.project import EXAMPLES
+from toolkit.cli.new_project import EXAMPLES
 
 
 @pytest.fixture(autouse=True)

@@ -25,16 +25,16 @@ from toolkit.config import JobConfig
 from toolkit.config.schema import set_values
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.live import values as live_values
-from toolkit.plugins.live.on_request import OnRequest
-from toolkit.plugins.profile import recording as profile
 from toolkit.plugins.report import compare
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.run.records import changes, user_request
+from toolkit.run.records import live_values as live_values
 from toolkit.run.records.changes import LIVE, Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
+from toolkit.train import profile as profile
+from toolkit.train.on_request import OnRequest
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from toolkit.base import torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import DataConfig
 from toolkit.data.pictures import Pictures
-from toolkit.plugins.images import catalog, downloads, photographs, small
-from toolkit.plugins.shards.parquet import ParquetFormat
+from toolkit.plugins.formats.images import catalog, downloads, photographs, small
+from toolkit.plugins.formats.shards.parquet import ParquetFormat
+from toolkit.plugins.formats.tokens.folder import load_tokenizer
 from toolkit.plugins.sweep.axes import Discrete
 from toolkit.plugins.sweep.learnt import draw
-from toolkit.plugins.tokens.folder import load_tokenizer
 from toolkit.plugins.trackers import build_tracker
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.after import awaited
-from toolkit.plugins.sweep import again, element
+from toolkit.plugins.sweep import again, awaited, element
 from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.sweep.states import standings

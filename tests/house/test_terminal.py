@@ -25,9 +25,9 @@ from toolkit.base.errors import JobFailedError
 from toolkit.base.terminal import VisibleStream, guarded, unguarded, visible
 from toolkit.cli import follow, show
 from toolkit.cli import main as cli
+from toolkit.cli import watch_view as watch
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
-from toolkit.plugins.watch import view as watch
 
 PACKAGE = Path(rundir.__file__).parent
 #: It sets the title, clears the screen, goes back to the line's start, and turns the direction round.
@@ -209,7 +209,7 @@ def test_there_is_no_other_way_to_the_terminal() -> None:
     """Everything that reaches the real streams, or makes a rich console or a log's lines, is in a known place."""
     known = {
         "terminal.py": {"Console", "redirect_stdout", "redirect_stderr"},
-        "plugins/inference/commands/evaluate.py": {"buffer"},  # into a pipe, with each file's name byte for byte
+        "cli/commands/evaluate.py": {"buffer"},  # into a pipe, with each file's name byte for byte
         "data/datasets.py": {"redirect_stdout"},
         "run/submission/executors.py": {"redirect_stderr"},  # into a buffer that is thrown away
         "logs.py": {"StreamHandler", "Formatter"},
@@ -236,4 +236,4 @@ def test_there_is_no_other_way_to_the_terminal() -> None:
 
 
 #: They name the class in annotations.
-TYPED_ONLY = {"cli/follow.py", "plugins/logs/progress.py"}
+TYPED_ONLY = {"cli/follow.py", "cli/logs/progress.py"}

@@ -22,13 +22,13 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.config.optim import OPTIMIZERS
 from toolkit.config.strategy import TENSOR_STYLES, LocalSgdConfig, ParameterServerConfig
 from toolkit.data.loader import build_loader
-from toolkit.plugins.compression.schemes import build_scheme
-from toolkit.plugins.images.photographs import training_transform
-from toolkit.plugins.local_sgd import strategy as local_sgd
-from toolkit.plugins.parameter_server import roles as parameter_server
-from toolkit.plugins.pipeline import schedules
-from toolkit.plugins.pipeline.stage_module import Grid
-from toolkit.plugins.tensor.plan import _torch_style
+from toolkit.plugins.formats.images.photographs import training_transform
+from toolkit.plugins.methods import local_sgd as local_sgd
+from toolkit.plugins.methods.compression_schemes import build_scheme
+from toolkit.plugins.methods.parameter_server import roles as parameter_server
+from toolkit.plugins.model_parallel import schedules
+from toolkit.plugins.model_parallel.stage_module import Grid
+from toolkit.plugins.model_parallel.tensor_plan import _torch_style
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session

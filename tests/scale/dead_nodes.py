@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tests.scale import Curve
 from tests.waiting import wait_for
-from toolkit.plugins.spares.batch_host_watch import answers
+from toolkit.plugins.node_watch.batch_host_watch import answers
 from toolkit.slurm.reachable import unreachable
 
 HERE = "127.0.0.1"

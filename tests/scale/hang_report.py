@@ -15,7 +15,7 @@ from toolkit.hang import stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.start.agents import Agents
-from toolkit.plugins.hangs import investigation, stack_digest
+from toolkit.plugins.node_watch import investigation, stack_digest
 
 DELAY_S = 0.0005
 A_NODE = 8

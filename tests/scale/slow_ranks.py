@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.scale import Curve
-from toolkit.plugins.curves.stragglers import Stragglers
+from toolkit.plugins.report.stragglers import Stragglers
 
 WINDOW_S = 20.0
 RANKS_PER_NODE = 8

@@ -15,7 +15,7 @@ from tests.slurm.site import END_S, Site, attempts_of
 from tests.waiting import wait_for
 from toolkit.files.run_files import JobUsage
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.monitor.efficiency import LEAST_MEASURED_S
+from toolkit.plugins.node_watch.efficiency import LEAST_MEASURED_S
 
 pytestmark = pytest.mark.slurm
 

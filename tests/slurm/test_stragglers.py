@@ -29,7 +29,7 @@ FROZEN_S, PERIOD_S = 0.12, 0.16
 #: The reference job, slowed down, and "for long" brought down to the seconds of a test.
 QUICK = """
 from functools import partial
-from toolkit.plugins.curves import stragglers
+from toolkit.plugins.report import stragglers
 from jobs import slow
 def main(config):
     stragglers.Stragglers = partial(stragglers.Stragglers, span_s=4.0)

@@ -119,3 +119,9 @@ def replaceable_path(argument: str, text: str, begin: str) -> Path:
     if not is_ours:
         raise RequestError(f"{argument}: {path} is there already, and not from this command; choose another name")
     return path
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add --checkpoint, and which of its weights."""
+    parser.add_argument("--checkpoint", default="newest", metavar="STEP|best|newest", help="default: newest")
+    add_weights(parser)

@@ -18,7 +18,7 @@ from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedE
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.plugins.monitor import efficiency
+from toolkit.plugins.node_watch import efficiency
 from toolkit.run.attempt import advice
 from toolkit.run.submission.handle import Run
 
@@ -91,7 +91,7 @@ def to_the_end(run: Run, *, bar: bool, is_bound: bool = True) -> int:
 
 def _watch(run: Run, console: Console, bar: bool) -> None:
     if bar:
-        from toolkit.plugins.logs.progress import follow
+        from toolkit.cli.logs.progress import follow
 
         follow(run, console)
     run.wait()

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
-        from toolkit.plugins.completion import offers
+        from toolkit.cli import completion as offers
 
         return offers.main(words[1:])
     logs.setup_for_command()

@@ -11,9 +11,9 @@ from toolkit.cli.show import given_words, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.plugins.monitor import efficiency
+from toolkit.plugins.node_watch import efficiency
+from toolkit.plugins.report.why.runs import cause_of
 from toolkit.plugins.site import node_history
-from toolkit.plugins.why.runs import cause_of
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure

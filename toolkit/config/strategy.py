@@ -10,7 +10,7 @@ from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.limits import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
 
-#: Values in ``strategy.tensor_plan``: see `toolkit.plugins.tensor`.
+#: Values in ``strategy.tensor_plan``: see `toolkit.plugins.model_parallel`.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: Kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")

@@ -1,7 +1,7 @@
 """How much the GPUs of a node work, and how well they are, for those who watch it.
 
-The readers of each maker's figures are in `toolkit.plugins.monitor`. Who watches starts without site-packages: they use
-the standard library only. What a GPU or a driver does not support is None. A call may wait for ever for a lost GPU:
+The readers of each maker's figures are in `toolkit.plugins.node_watch`. Who watches starts without site-packages: they
+use the standard library only. What a GPU or a driver does not support is None. A call may wait for ever for a lost GPU:
 only a process of its own may make it.
 """
 

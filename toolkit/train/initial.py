@@ -44,7 +44,7 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING
-        from toolkit.plugins.init_from.weights import read_on_all_ranks
+        from toolkit.train.init_from import read_on_all_ranks
 
         source = read_on_all_ranks(config.init_from, config.init_weights, session)
         match = fill(model, source.tensors)

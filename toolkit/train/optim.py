@@ -43,7 +43,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
         return _custom_optimizer(config, groups)
     kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
     if config.name == "muon":
-        from toolkit.plugins.muon.optimizer import MuonAndAdamW
+        from toolkit.plugins.methods.muon import MuonAndAdamW
 
         kinds["muon"] = partial(MuonAndAdamW, config=config)
     kind = choose("optim.name", config.name, kinds)

@@ -19,15 +19,15 @@ from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import Strategy
 
 if TYPE_CHECKING:
-    from toolkit.plugins.bad_samples.listing import BadSamples
-    from toolkit.plugins.balance.shares import Balance
-    from toolkit.plugins.curves.history import History
-    from toolkit.plugins.curves.stragglers import RankPace
-    from toolkit.plugins.live.on_request import OnRequest
+    from toolkit.data.bad_samples import BadSamples
     from toolkit.plugins.memory.copies import MemoryCopies
-    from toolkit.plugins.profile.trace import StepTrace
-    from toolkit.plugins.second_place.second_place import SecondPlace
+    from toolkit.plugins.memory.second_place import SecondPlace
+    from toolkit.plugins.methods.balance import Balance
+    from toolkit.plugins.report.history import History
+    from toolkit.plugins.report.stragglers import RankPace
+    from toolkit.train.on_request import OnRequest
     from toolkit.train.state import TrainingState
+    from toolkit.train.trace import StepTrace
 
 # -------------------------------------------------------------------------------------------- what a key asks for
 
@@ -36,7 +36,7 @@ def sharing_by_speed(loader: Batches, strategy: Strategy, ranks: int, accumulate
     """Return what ``data.share: auto`` asks for."""
     if not loader.balances or ranks == 1:
         return None
-    from toolkit.plugins.balance.shares import build_balance
+    from toolkit.plugins.methods.balance import build_balance
 
     return build_balance(loader, strategy.share, ranks, accumulate)
 
@@ -45,7 +45,7 @@ def listing_bad_samples(loader: Batches, session: Session) -> BadSamples | None:
     """Return what ``data.bad_samples: skip`` asks for."""
     if loader.max_bad_samples is None:
         return None
-    from toolkit.plugins.bad_samples.listing import BadSamples
+    from toolkit.data.bad_samples import BadSamples
 
     return BadSamples(session, loader.max_bad_samples)
 
@@ -63,7 +63,7 @@ def second_place(place: str | None, session: Session, checkpoints: CheckpointFol
     """Return what ``checkpoint.copy_to`` asks for, on rank 0: copies of what is committed, for which no step waits."""
     if place is None or not session.is_main:
         return None
-    from toolkit.plugins.second_place.second_place import SecondPlace
+    from toolkit.plugins.memory.second_place import SecondPlace
 
     folder = trust.own_part(fsio.expand(place)) / session.run_dir.parent.name / session.run_dir.name / "checkpoints"
     return SecondPlace(folder, checkpoints.keep, session.activity.note_progress, session.owns_run)
@@ -73,15 +73,15 @@ def trace(session: Session) -> StepTrace | None:
     """Return what records each step of this rank, for `toolkit resume-check`."""
     if TRACE_VARIABLE not in os.environ:
         return None
-    from toolkit.plugins.profile.trace import start
     from toolkit.train.state import conditions
+    from toolkit.train.trace import start
 
     return start(os.environ[TRACE_VARIABLE], session, conditions(session))
 
 
 def requests(session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> OnRequest:
     """Return what carries out `toolkit set` and `toolkit profile`, between two steps."""
-    from toolkit.plugins.live.on_request import OnRequest
+    from toolkit.train.on_request import OnRequest
 
     return OnRequest(session, adopt)
 
@@ -92,7 +92,7 @@ def requests(session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> On
 @best_effort_part
 def comparing_ranks(session: Session) -> RankPace:
     """Return what compares the ranks' own times of a step."""
-    from toolkit.plugins.curves.stragglers import RankPace
+    from toolkit.plugins.report.stragglers import RankPace
 
     return RankPace(session)
 
@@ -100,6 +100,6 @@ def comparing_ranks(session: Session) -> RankPace:
 @best_effort_part
 def history_of_attempts(session: Session, first_step: int, sheet: Timesheet) -> History:
     """Return the figures of the run's attempts. Made at the first step."""
-    from toolkit.plugins.curves.history import History
+    from toolkit.plugins.report.history import History
 
     return History(session, first_step, sheet)

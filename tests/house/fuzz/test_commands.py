@@ -17,13 +17,13 @@ from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, sec
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import RequestError
+from toolkit.cli import disk
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, load_config
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.disk import disk
-from toolkit.plugins.images import downloads
+from toolkit.plugins.formats.images import downloads
 from toolkit.plugins.site import doctor, resume_check
 from toolkit.run.rank import main as rank
 from toolkit.run.submission import executors, inside_allocation

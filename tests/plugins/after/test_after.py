@@ -24,8 +24,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import HALVED, AfterRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.after import awaited, waiting
-from toolkit.plugins.sweep import again, element, request, submission
+from toolkit.plugins.sweep import again, awaited, element, request, submission, waiting
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import PointStanding
 from toolkit.plugins.testing.fake_slurm import FakeSlurm

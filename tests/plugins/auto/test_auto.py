@@ -12,7 +12,7 @@ from torch import nn
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import load_config, validate
-from toolkit.plugins.auto.strategy import ROOM, Size, measure, memory_bytes, needs, pick
+from toolkit.plugins.methods.auto import ROOM, Size, measure, memory_bytes, needs, pick
 
 GIB = 2**30
 #: 10 GiB of weights in 10 blocks with AdamW.

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError
-from toolkit.plugins.bad_samples.listing import NAMED, BadSamples
+from toolkit.data.bad_samples import NAMED, BadSamples
 from toolkit.ranks.batch import BadSample, Batch
 
 

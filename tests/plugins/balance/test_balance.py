@@ -14,7 +14,7 @@ from tests.unit.data.samples import Numbers
 from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
-from toolkit.plugins.balance.shares import Balance, build_balance, shares
+from toolkit.plugins.methods.balance import Balance, build_balance, shares
 from toolkit.ranks.batch import Share
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.house.fuzz.harness import ROOT
 from toolkit import registry
+from toolkit.cli import completion as completion
 from toolkit.cli.main import commands
 from toolkit.config import all_keys
-from toolkit.plugins.completion import offers as completion
 
 
 @pytest.fixture(autouse=True)

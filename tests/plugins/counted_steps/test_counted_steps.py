@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.config import JobConfig
 from toolkit.config.source import PythonSource
-from toolkit.plugins.counted_steps.loops import counted_anew
+from toolkit.run.prepare.counted_steps import counted_anew
 from toolkit.run.prepare.new_run import check_submittable
 
 SCRIPT = """import toolkit

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.scale.slow_ranks import DAY, named, own_times, planted
-from toolkit.plugins.curves.stragglers import BLOCK_WINDOWS, SLIGHT_BLOCKS, Stragglers, usual_of
+from toolkit.plugins.report.stragglers import BLOCK_WINDOWS, SLIGHT_BLOCKS, Stragglers, usual_of
 
 EVEN = (1.0, 1.05, 0.95, 1.0)
 

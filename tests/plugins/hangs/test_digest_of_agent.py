@@ -10,7 +10,7 @@ from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.start.launcher import (
     FirstReports,
 )
-from toolkit.plugins.hangs import investigation
+from toolkit.plugins.node_watch import investigation
 
 
 def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:

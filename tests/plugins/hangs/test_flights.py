@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.hang import stacks
-from toolkit.plugins.hangs.flights import calls_of, first_difference
+from toolkit.plugins.node_watch.flights import calls_of, first_difference
 
 
 def written(folder: Path, rank: int, calls: str) -> None:

@@ -26,10 +26,10 @@ from toolkit.hang import stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.start.agents import Agents
-from toolkit.plugins.hangs import investigation, stack_digest
-from toolkit.plugins.hangs.faulthandler_text import main_stack
-from toolkit.plugins.hangs.investigation import blame
-from toolkit.plugins.hangs.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
+from toolkit.plugins.node_watch import investigation, stack_digest
+from toolkit.plugins.node_watch.faulthandler_text import main_stack
+from toolkit.plugins.node_watch.investigation import blame
+from toolkit.plugins.node_watch.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
 
 TIMEOUT_S = 20
 

@@ -24,7 +24,7 @@ from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded, RanksFinished
-from toolkit.plugins.hangs import investigation, silence, stack_digest
+from toolkit.plugins.node_watch import investigation, silence, stack_digest
 from toolkit.run.attempt.error_files import read_error_file
 from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor

@@ -11,8 +11,8 @@ import pytest
 
 from toolkit.devices.watched import Gpus, GpusError, Load
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.plugins.hangs import node_watch
-from toolkit.plugins.hangs.node_watch import GpuUse, NodeWatch, RankProcesses
+from toolkit.plugins.node_watch import silent_scripts as node_watch
+from toolkit.plugins.node_watch.silent_scripts import GpuUse, NodeWatch, RankProcesses
 
 RUN = RunDir(Path("/runs/mine/20261122-1"))
 BOUND_S = 300.0

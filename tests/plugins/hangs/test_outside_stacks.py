@@ -16,8 +16,8 @@ from tests.waiting import wait_for
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
-from toolkit.plugins.hangs import outside_stacks
-from toolkit.plugins.hangs.faulthandler_text import main_stack
+from toolkit.plugins.node_watch import outside_stacks
+from toolkit.plugins.node_watch.faulthandler_text import main_stack
 
 #: As `py-spy dump --json` of version 0.4.3 writes it, with what we do not read left out.
 PY_SPY = """[

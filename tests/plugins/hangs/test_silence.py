@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
-from toolkit.plugins.hangs.silence import NodesWatch
+from toolkit.plugins.node_watch.silence import NodesWatch
 
 BOUND_S = 300.0
 CONFIRMED_S = 21.0  #: two looks

@@ -19,10 +19,10 @@ from toolkit.files.rundir import RunDir
 from toolkit.hang import stacks
 from toolkit.hang.watchdog import Watchdog
 from toolkit.nodes.agent.reports import Standing
-from toolkit.plugins.hangs import outside_stacks, stack_digest
-from toolkit.plugins.hangs.investigation import Investigation
-from toolkit.plugins.hangs.page import stacks_page
-from toolkit.plugins.hangs.stack_digest import RankGroup
+from toolkit.plugins.node_watch import outside_stacks, stack_digest
+from toolkit.plugins.node_watch.investigation import Investigation
+from toolkit.plugins.node_watch.stack_digest import RankGroup
+from toolkit.plugins.node_watch.stacks_page import stacks_page
 from toolkit.run.records import user_request
 from toolkit.run.records.user_request import Answer, StackGroup, UserRequest, Wish
 

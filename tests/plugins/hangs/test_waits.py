@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.plugins.hangs.stack_digest import WAITS
+from toolkit.plugins.node_watch.stack_digest import WAITS
 
 
 @pytest.mark.parametrize("place", WAITS)

@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.base.errors import DataMissingError, RequestError
 from toolkit.config import DataConfig, catalog, load_config, validate
-from toolkit.plugins.images.catalog import fetch_command, files_of
+from toolkit.plugins.formats.images.catalog import fetch_command, files_of
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])

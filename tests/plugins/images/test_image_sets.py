@@ -20,13 +20,13 @@ from PIL import Image
 from torch.nn import functional
 
 from toolkit.base.errors import ConfigError, DataMissingError, RequestError
+from toolkit.cli.commands import data as data
 from toolkit.config import DataConfig
 from toolkit.data.datasets import Datasets, build_datasets
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.files import origin
-from toolkit.plugins.images import command as data
-from toolkit.plugins.init_from import weights
 from toolkit.ranks.batch import Batch, Share
+from toolkit.train import init_from as weights
 
 
 def all_of(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from toolkit.config import DataConfig, ImageConfig, JobConfig, load_config, vali
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.data.randomness import seed_sample
-from toolkit.plugins.images.photographs import read_pixels
+from toolkit.plugins.formats.images.photographs import read_pixels
 from toolkit.ranks.batch import Share
 
 v2: Any = import_module("torchvision.transforms.v2")  # whose names have no types

@@ -27,10 +27,10 @@ from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.formats.tokens.writer import Encoder, tokenize
 from toolkit.plugins.inference import generation
 from toolkit.plugins.inference import trained_model as inference
 from toolkit.plugins.inference.generation import Sampling, continuations
-from toolkit.plugins.tokens.writer import Encoder, tokenize
 from toolkit.ranks.state import Replicated
 
 ROOT = Path(__file__).parents[3]

@@ -36,8 +36,8 @@ from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.inference import program
 from toolkit.plugins.inference import trained_model as inference
-from toolkit.plugins.init_from import weights as checkpoint_weights
 from toolkit.ranks.state import Json, Replicated, Sharded
+from toolkit.train import init_from as checkpoint_weights
 
 ROOT = Path(__file__).parents[3]
 STEPS = (10, 20, 30)

@@ -16,11 +16,11 @@ from toolkit import config as configs
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
+from toolkit.cli.commands.logs import LOOK_EVERY
+from toolkit.cli.logs import growing_log
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.logs import growing_log
-from toolkit.plugins.logs.command import LOOK_EVERY
 
 AT = 1_795_519_584.0
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from toolkit import config as configs
 from toolkit.base import fsio
+from toolkit.cli.logs import growing_log
+from toolkit.cli.logs import progress as progress_of_run
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
-from toolkit.plugins.logs import growing_log
-from toolkit.plugins.logs import progress as progress_of_run
 
 TRAINING: dict[str, Any] = {
     "state": "running",

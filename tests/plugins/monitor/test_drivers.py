@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.devices.machines import DAWN, DGX, LUMI
 from toolkit.devices.watched import GpusError
-from toolkit.plugins.monitor.drivers import open_gpus
-from toolkit.plugins.monitor.sysfs import AmdGpus, IntelGpus
+from toolkit.plugins.node_watch.drivers import open_gpus
+from toolkit.plugins.node_watch.sysfs import AmdGpus, IntelGpus
 
 
 def test_amds_driver_tells_use_memory_power_errors_and_processes(tmp_path: Path) -> None:

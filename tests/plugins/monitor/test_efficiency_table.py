@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.attempts import attempt
 from toolkit.files.run_files import JobUsage, PriceRecord, RunProgress, RunUsage
-from toolkit.plugins.monitor import efficiency
+from toolkit.plugins.node_watch import efficiency
 
 GIB = 1 << 30
 #: Two nodes for an hour, four CPUs and 16 GiB each.

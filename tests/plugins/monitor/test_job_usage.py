@@ -18,9 +18,9 @@ from toolkit.config.cluster import PriceConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.monitor import job_usage
-from toolkit.plugins.monitor.job_usage import JobUsageRecorder, Samples, slow_links, unused_gpus
-from toolkit.plugins.monitor.usage import GpuUsage, NodeUsage
+from toolkit.plugins.node_watch import job_usage
+from toolkit.plugins.node_watch.job_usage import JobUsageRecorder, Samples, slow_links, unused_gpus
+from toolkit.plugins.node_watch.usage import GpuUsage, NodeUsage
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.slurm.jobs import parse_jobs
 

@@ -15,7 +15,7 @@ from toolkit.nodes.start.launcher import AllRanksEnded
 SICK_AGENT = """
 import sys
 from toolkit.nodes.agent import node
-from toolkit.plugins.monitor import node_monitor
+from toolkit.plugins.node_watch import node_monitor
 SICK = '''echo a driver says something; echo 3; echo '{{"sick": "hot"}}'; echo '{{"sick": "full"}}' '''
 node_monitor.MONITOR_COMMAND = ("sh", "-c", "echo $$ > {note}; " + SICK + "; exec sleep 600")
 node_monitor.MONITOR_AFTER_S = 0.0

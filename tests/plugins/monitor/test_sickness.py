@@ -10,9 +10,9 @@ import pytest
 
 from tests.plugins.monitor.conftest import FakeDriver
 from toolkit.devices.watched import Condition, Gpus, GpusError, Load, WatchedGpu
-from toolkit.plugins.monitor import sickness
-from toolkit.plugins.monitor.nvml import Nvml
-from toolkit.plugins.monitor.sickness import (
+from toolkit.plugins.node_watch import sickness
+from toolkit.plugins.node_watch.nvml import Nvml
+from toolkit.plugins.node_watch.sickness import (
     FULL_LOOKS,
     HOT_LOOKS,
     LOOK_EVERY_S,
@@ -20,7 +20,7 @@ from toolkit.plugins.monitor.sickness import (
     SLOW_GPU_LOOKS,
     Sickness,
 )
-from toolkit.plugins.monitor.usage import JobProcesses, NodeSampler
+from toolkit.plugins.node_watch.usage import JobProcesses, NodeSampler
 
 #: What two GPUs tell that are well, and work.
 WELL = {

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.monitor.conftest import FakeDriver
-from toolkit.plugins.monitor import program
-from toolkit.plugins.monitor.node_monitor import MONITOR_COMMAND
-from toolkit.plugins.monitor.nvml import Nvml
-from toolkit.plugins.monitor.usage import GpuUsage, JobProcesses, NodeSampler, group_memory, network_bytes
+from toolkit.plugins.node_watch import program
+from toolkit.plugins.node_watch.node_monitor import MONITOR_COMMAND
+from toolkit.plugins.node_watch.nvml import Nvml
+from toolkit.plugins.node_watch.usage import GpuUsage, JobProcesses, NodeSampler, group_memory, network_bytes
 
 HELD = 96 << 20
 #: Uses a second of processor time, half of it in a child that ends, and holds memory of its own beside a file that only

@@ -20,11 +20,10 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.notify import notify
 from toolkit.run.attempt.facts import Verdict
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
-from toolkit.run.supervise import entry
+from toolkit.run.supervise import entry, notify
 from toolkit.run.supervise.supervisor import Supervisor
 
 #: Notes its environment and what it reads, a line of each for each call.

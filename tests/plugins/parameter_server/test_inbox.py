@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.base.errors import ToolkitError
-from toolkit.plugins.parameter_server.mail import Kind, PeerInbox, PeerMessage
+from toolkit.plugins.methods.parameter_server.mail import Kind, PeerInbox, PeerMessage
 
 
 class Letters:

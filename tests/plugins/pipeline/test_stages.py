@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from jobs.llama import Llama, LlamaSizes
 from jobs.models import lenet, mlp
 from toolkit.base.errors import ConfigError
-from toolkit.plugins.pipeline import strategy
-from toolkit.plugins.pipeline.stages import StagePlan, keep, plan, tensors
+from toolkit.plugins.model_parallel import pipeline as strategy
+from toolkit.plugins.model_parallel.stages import StagePlan, keep, plan, tensors
 
 BYTES = torch.zeros(2, 16, dtype=torch.long)
 IMAGE = torch.zeros(2, 1, 8, 8)

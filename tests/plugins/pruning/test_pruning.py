@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.strategies.test_steps import refusal
 from toolkit.config import PruningConfig, TrainConfig
-from toolkit.plugins.pruning.pruning import Pruning, level
+from toolkit.plugins.methods.pruning import Pruning, level
 from toolkit.strategies.update.apply import Update
 
 

@@ -22,8 +22,8 @@ from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
 from toolkit.config import load_config, validate
-from toolkit.plugins.second_place import second_place
-from toolkit.plugins.second_place.second_place import SecondPlace
+from toolkit.plugins.memory import second_place
+from toolkit.plugins.memory.second_place import SecondPlace
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ import torch
 from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.workers import stacked
-from toolkit.plugins.shards import runs
-from toolkit.plugins.shards.dataset import ShardedData
-from toolkit.plugins.shards.mds import decoded
-from toolkit.plugins.shards.raw_tokens import RawTokens
+from toolkit.plugins.formats.shards import runs
+from toolkit.plugins.formats.shards.dataset import ShardedData
+from toolkit.plugins.formats.shards.mds import decoded
+from toolkit.plugins.formats.shards.raw_tokens import RawTokens
 from toolkit.ranks.batch import Share
 
 MDS = Path(__file__).parent / "mds"  # written by streaming 0.13's MDSWriter: 20 samples in three shards

@@ -20,9 +20,9 @@ from toolkit.base.errors import ConfigError, DataMissingError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import stacked
-from toolkit.plugins.shards import blocks
-from toolkit.plugins.shards.dataset import ShardedData
-from toolkit.plugins.shards.parquet import ParquetFormat
+from toolkit.plugins.formats.shards import blocks
+from toolkit.plugins.formats.shards.dataset import ShardedData
+from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.ranks.batch import Batch, Share
 
 ROWS = 100

@@ -14,8 +14,8 @@ import pytest
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_REQUEST
 from toolkit.cli import main as cli
+from toolkit.cli import surroundings
 from toolkit.files import rundir
-from toolkit.plugins.shell import surroundings
 
 SHELL = [sys.executable, "-m", "toolkit", "shell"]
 LOOK = "import mine, os; print(mine.__file__, os.getcwd(), os.environ['FROM_SETUP'], os.environ['OMP_NUM_THREADS'])"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.plugins.profile.trace import StepTrace
 from toolkit.plugins.site.resume_compare import _at, _by_position
 from toolkit.plugins.site.resume_report import CheckPlan
 from toolkit.ranks.batch import Batch
+from toolkit.train.trace import StepTrace
 
 PAIR = {"positions": [4, 5], "samples": [7, 8], "inputs": ["a", "b"], "targets": ["c", "d"]}
 

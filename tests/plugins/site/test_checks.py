@@ -19,7 +19,7 @@ import pytest
 
 from toolkit.base.errors import ToolkitError
 from toolkit.devices.watched import Gpus, GpusError, Load, WatchedGpu
-from toolkit.plugins.monitor.nvml import is_visible
+from toolkit.plugins.node_watch.nvml import is_visible
 from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
 from toolkit.plugins.site.checks.host import Process, Use
 from toolkit.plugins.site.checks.verdict import Heard, judge

@@ -14,8 +14,8 @@ from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.spares import batch_host_watch
-from toolkit.plugins.spares.batch_host_watch import (
+from toolkit.plugins.node_watch import batch_host_watch
+from toolkit.plugins.node_watch.batch_host_watch import (
     ASK_SLURM_EVERY_S,
     LOOK_EVERY_S,
     SILENT_S,
@@ -162,7 +162,7 @@ def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
 import os, signal, threading
 from pathlib import Path
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.plugins.spares import batch_host_watch
+from toolkit.plugins.node_watch import batch_host_watch
 from toolkit.files.rundir import RunDir
 from toolkit.files.run_files import RunStatus
 

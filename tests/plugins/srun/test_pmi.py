@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import DistConfig, JobConfig
-from toolkit.plugins.srun import launcher
+from toolkit.plugins.mpi import srun_launcher as launcher
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.commands import Settings
 

@@ -16,7 +16,7 @@ from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Batches, Loader
 from toolkit.data.randomness import seed_sample
-from toolkit.plugins.streams.streams import StreamLoader, Streams
+from toolkit.plugins.formats.streams import StreamLoader, Streams
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
 

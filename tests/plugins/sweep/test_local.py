@@ -18,8 +18,7 @@ from toolkit.cli import show
 from toolkit.cli.main import main
 from toolkit.files.run_files import AfterRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.after import awaited
-from toolkit.plugins.sweep import again, local, request, submission, sweep_folder
+from toolkit.plugins.sweep import again, awaited, local, request, submission, sweep_folder
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.states import PointStanding, standings
 from toolkit.plugins.sweep.sweep_folder import SweepDir

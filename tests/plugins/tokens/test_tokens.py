@@ -15,11 +15,11 @@ import torch
 from toolkit.base.errors import ConfigError, DamagedFileError, DataMissingError, RequestError
 from toolkit.config import DataConfig, catalog
 from toolkit.data.datasets import build_datasets
-from toolkit.plugins.tokens import writer
-from toolkit.plugins.tokens.catalog import text_files
-from toolkit.plugins.tokens.folder import Tokens
-from toolkit.plugins.tokens.windows import NO_TARGET, TokenWindows, load_tokens
-from toolkit.plugins.tokens.writer import Encoder, tokenize
+from toolkit.plugins.formats.tokens import writer
+from toolkit.plugins.formats.tokens.catalog import text_files
+from toolkit.plugins.formats.tokens.folder import Tokens
+from toolkit.plugins.formats.tokens.windows import NO_TARGET, TokenWindows, load_tokens
+from toolkit.plugins.formats.tokens.writer import Encoder, tokenize
 
 LENGTH = 8
 BYTES = Encoder(None, None)
@@ -106,7 +106,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from toolkit.base import fsio
-from toolkit.plugins.tokens import writer
+from toolkit.plugins.formats.tokens import writer
 
 calls, real = 0, {name}
 def fails(*args, **options):

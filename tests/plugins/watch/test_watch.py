@@ -19,13 +19,13 @@ import pytest
 from tests.bench.listing import make_runs
 from tests.waiting import wait_for
 from toolkit.cli import show
+from toolkit.cli import watch_view as watching
 from toolkit.cli.run_rows import RowCache
+from toolkit.cli.watch_view import Watch
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.plugins.watch import view as watching
-from toolkit.plugins.watch.view import Watch
 from toolkit.slurm.shared_queue import SharedQueue
 
 ARGS = Namespace(run=[], state=None, since=None, name=None, columns=None)

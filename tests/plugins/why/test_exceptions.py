@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.plugins.why.diagnosis import cause_or_exception
+from toolkit.plugins.report.why.diagnosis import cause_or_exception
 
 
 def test_a_plain_error_is_its_own_cause_with_its_line() -> None:

@@ -14,7 +14,7 @@ from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.why.runs import cause_of
+from toolkit.plugins.report.why.runs import cause_of
 from toolkit.run.attempt import advice
 
 RESET = "RuntimeError: Connection reset by peer"

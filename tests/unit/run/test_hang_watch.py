@@ -35,7 +35,7 @@ class Investigator:
 
 def test_a_script_that_worked_at_first_is_ended_once_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     investigator = Investigator()
-    monkeypatch.setattr("toolkit.plugins.hangs.investigation.Investigation", lambda *_: investigator)
+    monkeypatch.setattr("toolkit.plugins.node_watch.investigation.Investigation", lambda *_: investigator)
     context = cast(Context, SimpleNamespace(is_foreign=True, agents=None, config=JobConfig()))
     attempt = Attempt(1, 0.0, Allocation(("node1",), (2,), 1))
     ranks: Any = None

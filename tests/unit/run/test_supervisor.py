@@ -718,14 +718,14 @@ def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pyte
 
 #: The parts that only watch or advise, and what makes each.
 MAY_FAIL = {
-    "investigating hangs": "hangs.investigation.Investigation",
-    "measuring usage": "monitor.job_usage.JobUsageRecorder",
-    "copying to nodes": "staging.supervisor_side.NodeStaging",
-    "finding dead nodes": "spares.dead_nodes.DeadNodes",
-    "check nodes": "site.checks.preflight.mark_bad_nodes",
-    "notify": "notify.notify.notify",
-    "doubtful nodes": "site.node_history.doubtful_for",
-    "efficiency": "monitor.efficiency.of_run",
+    "investigating hangs": "plugins.node_watch.investigation.Investigation",
+    "measuring usage": "plugins.node_watch.job_usage.JobUsageRecorder",
+    "copying to nodes": "plugins.staging.supervisor_side.NodeStaging",
+    "finding dead nodes": "plugins.node_watch.dead_nodes.DeadNodes",
+    "check nodes": "plugins.site.checks.preflight.mark_bad_nodes",
+    "notify": "run.supervise.notify.notify",
+    "doubtful nodes": "plugins.site.node_history.doubtful_for",
+    "efficiency": "plugins.node_watch.efficiency.of_run",
 }
 
 
@@ -745,7 +745,7 @@ def test_a_part_that_fails_does_not_end_the_run(
         raise ValueError("no number")
 
     is_object = MAY_FAIL[part].rpartition(".")[2][0].isupper()
-    monkeypatch.setattr(f"toolkit.plugins.{MAY_FAIL[part]}", FailsLater if fails_later and is_object else fail)
+    monkeypatch.setattr(f"toolkit.{MAY_FAIL[part]}", FailsLater if fails_later and is_object else fail)
     assert supervise_quickly(run, Ranks(completes)) == 0
     assert run.attempts()[0].cause == "completed"
     lines = [record.message for record in caplog.records if record.message.startswith(f"{part} has failed")]
@@ -754,7 +754,7 @@ def test_a_part_that_fails_does_not_end_the_run(
 
 
 def test_a_hang_is_ended_where_the_search_for_its_cause_fails(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.plugins.hangs.investigation.Investigation", FailsLater)
+    monkeypatch.setattr("toolkit.plugins.node_watch.investigation.Investigation", FailsLater)
     monkeypatch.setattr(Watchdog, "is_stuck", lambda watch: watch is not None and not run.attempts())
     assert supervise(run, Ranks(lambda ranks: None, completes)) == 0
     assert [line.cause for line in run.attempts()] == ["hang", "completed"]

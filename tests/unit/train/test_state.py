@@ -29,7 +29,7 @@ from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig
 from toolkit.hang.activity import Activity
 from toolkit.plugins.memory.copies import MemoryCopies
-from toolkit.plugins.second_place.second_place import SecondPlace
+from toolkit.plugins.memory.second_place import SecondPlace
 from toolkit.ranks.state import Json
 from toolkit.train import saver
 from toolkit.train.checkpoints import Checkpoints, refuse_other_identity

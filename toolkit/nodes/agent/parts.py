@@ -11,14 +11,14 @@ from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import Processes
 
 if TYPE_CHECKING:
-    from toolkit.plugins.monitor.node_monitor import MonitorProcess
+    from toolkit.plugins.node_watch.node_monitor import MonitorProcess
     from toolkit.plugins.staging.node_side import CopyKeeper
 
 
 @best_effort_part
 def watching_the_node(helpers: Helpers, send: Callable[[Message], None]) -> MonitorProcess:
     """Return what measures the node while ranks work, and sends what makes it sick."""
-    from toolkit.plugins.monitor.node_monitor import MonitorProcess
+    from toolkit.plugins.node_watch.node_monitor import MonitorProcess
 
     return MonitorProcess(helpers, send)
 

@@ -18,7 +18,7 @@ from toolkit import __version__
 from toolkit.base import hostlist
 from toolkit.base.durations import in_units
 from toolkit.base.terminal import visible
-from toolkit.plugins.monitor import efficiency
+from toolkit.plugins.node_watch import efficiency
 from toolkit.plugins.report import charts, sections
 from toolkit.plugins.report.curves import is_aside
 from toolkit.plugins.report.differences import differing

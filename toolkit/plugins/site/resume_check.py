@@ -2,7 +2,7 @@
 
 The config is trained for some steps twice. The second run is interrupted some times and comes back as it always does:
 once within the first epoch, once within a later one and once at an epoch's end, where the steps have these, each time
-in a random step soon after a checkpoint. In both runs `toolkit.plugins.profile.trace` records what every rank was
+in a random step soon after a checkpoint. In both runs `toolkit.train.trace` records what every rank was
 given and computed, in every step. The two records are compared, by the first step in which they differ.
 """
 

@@ -405,7 +405,7 @@ def _jobs_awaited_by(points: Iterable[Point], sweep: SweepDir, slurm: SlurmComma
     run = sweep.run_of(point)
     if run.config.exists() and run.after([]) is None:  # it has waited long enough, and runs again
         return []
-    from toolkit.plugins.after import awaited
+    from toolkit.plugins.sweep import awaited
 
     return list(awaited.outlook(point.after, slurm.show_jobs).jobs)
 

@@ -104,7 +104,7 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     where = None if failure is None or may_be_chance(failure.how) or THEN_PRINTED in failure.how else failure.where
     # The line is to be mended, unless the cause is known to be elsewhere: a limit, a file, the environment.
     if where is not None:
-        from toolkit.plugins.why.runs import cause_of
+        from toolkit.plugins.report.why.runs import cause_of
 
         if (cause := cause_of(run)) is not None and not cause.is_of_code:
             where = None

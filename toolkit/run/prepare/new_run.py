@@ -131,7 +131,7 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
         )
-    from toolkit.plugins.counted_steps.loops import warn_of_counting
+    from toolkit.run.prepare.counted_steps import warn_of_counting
 
     warn_of_counting(source)
     _warn_of_imports(config, source, project)

@@ -132,7 +132,7 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             waits_for = run.after()
             jobs: Sequence[str] = ()
             if waits_for is not None:
-                from toolkit.plugins.after import awaited
+                from toolkit.plugins.sweep import awaited
 
                 jobs = awaited.outlook(waits_for, Slurm().show_jobs).jobs
             if jobs:

@@ -58,7 +58,7 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     earlier = run.submission() if executor == "auto" else None
     chosen = executors.choose_executor(executor if earlier is None else earlier.executor)
     if (record := run.after()) is not None:
-        from toolkit.plugins.after import awaited
+        from toolkit.plugins.sweep import awaited
 
         awaited.refuse_ended(record, Slurm().show_jobs)
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)

@@ -145,7 +145,7 @@ def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | Non
     names = [after] if isinstance(after, str) else [*after]
     if not names:
         return None
-    from toolkit.plugins.after.awaited import find
+    from toolkit.plugins.sweep.awaited import find
 
     return find(names, executor, show_jobs or Slurm().show_jobs)
 
@@ -154,7 +154,7 @@ def begins_with(config: JobConfig, waits_for: AfterRecord | None) -> bool:
     """True if the config begins with the weights of a run that is waited for. Its path is written there."""
     if waits_for is None:
         return False
-    from toolkit.plugins.after.awaited import begin_with
+    from toolkit.plugins.sweep.awaited import begin_with
 
     return bool(begin_with(config, waits_for))
 

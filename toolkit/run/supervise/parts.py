@@ -26,9 +26,9 @@ from toolkit.slurm.commands import SlurmCommands, settings_of
 from toolkit.slurm.container import Container
 
 if TYPE_CHECKING:
-    from toolkit.plugins.hangs.investigation import Investigation
-    from toolkit.plugins.monitor.job_usage import JobUsageRecorder
-    from toolkit.plugins.spares.dead_nodes import DeadNodes
+    from toolkit.plugins.node_watch.dead_nodes import DeadNodes
+    from toolkit.plugins.node_watch.investigation import Investigation
+    from toolkit.plugins.node_watch.job_usage import JobUsageRecorder
     from toolkit.plugins.staging.supervisor_side import NodeStaging
     from toolkit.plugins.sweep.halving import Halving
     from toolkit.plugins.trackers.beside_run import Senders
@@ -41,7 +41,7 @@ def watch_command(config: JobConfig, run: RunDir, allocation: Allocation) -> Cal
     """Return what makes the command by which an agent watches the batch host; None where Slurm does."""
     if not may_lose_nodes(config, len(allocation.hosts)):
         return None
-    from toolkit.plugins.spares.batch_host_watch import command
+    from toolkit.plugins.node_watch.batch_host_watch import command
 
     return partial(command, run, allocation)
 
@@ -56,7 +56,7 @@ def launcher(
 ) -> Launcher:
     """Return what starts the ranks of a Slurm job: srun over MPI or in a container that is a step, else the agents."""
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        from toolkit.plugins.srun.launcher import launcher
+        from toolkit.plugins.mpi.srun_launcher import launcher
 
         return launcher(config, run, slurm, agents, container)
     return AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
@@ -66,7 +66,7 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
     """Wait as ``--after`` asks. Return how the job ends without an attempt, or None."""
     if context.run.after() is None:
         return None
-    from toolkit.plugins.after.waiting import wait_for_other_runs
+    from toolkit.plugins.sweep.waiting import wait_for_other_runs
 
     return wait_for_other_runs(context)
 
@@ -97,7 +97,7 @@ def copying_to_nodes(
 @best_effort_part
 def measuring_usage(run: RunDir, config: JobConfig, allocation: Allocation) -> JobUsageRecorder:
     """Return what keeps in the run what its job uses."""
-    from toolkit.plugins.monitor.job_usage import JobUsageRecorder
+    from toolkit.plugins.node_watch.job_usage import JobUsageRecorder
 
     return JobUsageRecorder(run, allocation, config.cluster.price, os.environ)
 
@@ -105,7 +105,7 @@ def measuring_usage(run: RunDir, config: JobConfig, allocation: Allocation) -> J
 @best_effort_part
 def finding_dead_nodes(context: Context) -> DeadNodes:
     """Return what puts a `NodeFailed` for each dead node into the queue."""
-    from toolkit.plugins.spares.dead_nodes import DeadNodes
+    from toolkit.plugins.node_watch.dead_nodes import DeadNodes
 
     return DeadNodes(context)
 
@@ -113,7 +113,7 @@ def finding_dead_nodes(context: Context) -> DeadNodes:
 @best_effort_part
 def investigating_hangs(context: Context, attempt: Attempt, ranks: RunningRanks) -> Investigation:
     """Return what finds out which rank causes a hang, and detects hangs of scripts that report nothing."""
-    from toolkit.plugins.hangs.investigation import Investigation
+    from toolkit.plugins.node_watch.investigation import Investigation
 
     return Investigation(context, attempt, ranks)
 
@@ -139,7 +139,7 @@ def check_nodes(context: Context) -> None:
 @best_effort
 def recurs(run: RunDir, attempt: int, failure: RankFailure) -> str | None:
     """Return ``always`` if no restart helps, ``on_node`` if none helps unless the node alone is at fault, or None."""
-    from toolkit.plugins.why.runs import recurs
+    from toolkit.plugins.report.why.runs import recurs
 
     return recurs(run, attempt, failure)
 
@@ -163,7 +163,7 @@ def note_faults(run: RunDir, hosts: Mapping[str, str]) -> None:
 @best_effort
 def efficiency(run: RunDir, attempts: Sequence[AttemptRecord], has_completed: bool) -> Efficiency | None:
     """Return what the run asked for and used."""
-    from toolkit.plugins.monitor.efficiency import of_run
+    from toolkit.plugins.node_watch.efficiency import of_run
 
     return of_run(run.usage(), attempts, has_completed)
 
@@ -171,7 +171,7 @@ def efficiency(run: RunDir, attempts: Sequence[AttemptRecord], has_completed: bo
 @best_effort
 def notify(run: RunDir) -> None:
     """Call the user's command for a run that has a result."""
-    from toolkit.plugins.notify.notify import notify
+    from toolkit.run.supervise.notify import notify
 
     notify(run)
 

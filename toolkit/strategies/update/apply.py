@@ -85,7 +85,7 @@ class Update:
         self._buffers = _Buffers(self._parts) if leaves_out else None
         self._pruning = None
         if train.pruning.amount:
-            from toolkit.plugins.pruning.pruning import Pruning
+            from toolkit.plugins.methods.pruning import Pruning
 
             self._pruning = Pruning(model, train.pruning, total)
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None

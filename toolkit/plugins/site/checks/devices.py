@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.devices import on_node
 from toolkit.devices.kinds import GPUS, PART, visible_words
 from toolkit.devices.watched import Gpus, GpusError
-from toolkit.plugins.monitor.drivers import open_gpus
+from toolkit.plugins.node_watch.drivers import open_gpus
 from toolkit.plugins.site import fabric
 from toolkit.plugins.site.checks import Finding, ok
 from toolkit.slurm.network import SYSFS

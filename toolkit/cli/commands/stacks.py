@@ -1,0 +1,31 @@
+"""what the ranks of a run do now: their Python stacks"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+
+EXAMPLES = (("toolkit stacks gpt", "what all ranks do now"), ("toolkit stacks gpt --rank 3", "one rank"))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", type=int, help="default: all ranks")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", dest="wait_s", help="default: 60")
+    arguments.add_json(parser)
+
+
+def run(args: Namespace) -> None:
+    import time
+
+    from toolkit.cli import on_demand, show
+    from toolkit.files import rundir
+    from toolkit.plugins.node_watch.stacks_page import stacks_page
+    from toolkit.run.records.user_request import UserRequest, Wish
+
+    of = rundir.find(args.run)
+    if args.rank is not None:
+        on_demand.refuse_other_rank(of, args.rank)
+    answer = on_demand.carry_out(of, UserRequest(Wish.STACKS, time.time()), args.wait_s)
+    if args.rank is not None:
+        answer = answer.replace(groups=tuple(group for group in answer.groups if args.rank in group.ranks))
+    print(show.as_json(answer.to_json()) if args.json else stacks_page(of, answer))

@@ -1,0 +1,36 @@
+"""one page: cause, first failing rank, its traceback, what to do
+
+From the run's own files: the cause, the first rank that failed with its
+traceback, the last checkpoint, where the time went, and what to do next.
+"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+
+EXAMPLES = (
+    ("toolkit why gpt", "why the newest run named gpt failed, and what to do"),
+    ("toolkit why gpt --json", "the same as JSON"),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("run", metavar="RUN", nargs="?")
+    what.add_argument("--log", metavar="FILE", help="instead of a run: the log of any job, or - for the standard input")
+    parser.add_argument("--all", action="store_true", help="also where the time went, and what the jobs used")
+    arguments.add_json(parser)
+
+
+def run(args: Namespace) -> None:
+    from toolkit.base import terminal
+    from toolkit.cli import run_facts, show
+    from toolkit.files import rundir
+    from toolkit.plugins.report.why import cause, page
+
+    if args.log is not None:
+        told = cause.of_log(args.log)
+        print(show.as_json(told)) if args.json else terminal.say(cause.log_page(told))
+        return
+    facts = run_facts.facts(rundir.find(args.run))
+    print(show.as_json(run_facts.as_data(facts))) if args.json else terminal.say(page.page(facts, whole=args.all))

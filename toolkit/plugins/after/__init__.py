@@ -1,1 +1,0 @@
-"""`--after`: runs that wait until other runs, or sweeps, have completed."""

@@ -1,1 +1,0 @@
-"""The strategy auto: see `toolkit.plugins.auto.strategy`."""

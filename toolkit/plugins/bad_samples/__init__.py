@@ -1,1 +1,0 @@
-"""`data.bad_samples: skip`: lists the samples that cannot be loaded, and ends a run with too many."""

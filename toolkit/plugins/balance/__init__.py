@@ -1,1 +1,0 @@
-"""`data.share: auto`: slower ranks get fewer samples of each global batch."""

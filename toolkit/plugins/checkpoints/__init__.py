@@ -1,1 +1,0 @@
-"""`toolkit checkpoint`: a run's checkpoints as files."""

@@ -1,1 +1,0 @@
-"""Gradients that are sent with fewer bits, or in part: see `toolkit.plugins.compression.schemes`."""

@@ -1,1 +1,0 @@
-"""What runs take on the disk: `toolkit rm`, `toolkit gc`."""

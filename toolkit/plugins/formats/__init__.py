@@ -1,0 +1,1 @@
+"""Formats of data: shards, tokens, streams, images."""

@@ -1,0 +1,1 @@
+"""Text as tokens: `data.name` text and tokens, and `toolkit data tokenize`."""

@@ -1,1 +1,0 @@
-"""The strategy local_sgd, see `toolkit.plugins.local_sgd.strategy`."""

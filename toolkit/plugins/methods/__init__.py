@@ -1,0 +1,1 @@
+"""Methods of training beside plain data parallelism, one module or folder each."""

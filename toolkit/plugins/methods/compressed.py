@@ -1,0 +1,276 @@
+"""ddp over a slow link: gradients are compressed before they are sent.
+
+Every rank has the whole model. Over NCCL, fp16 and bf16 are sent by DDP's hooks instead, see :mod:`.layouts`.
+Elsewhere hooks are not used. They would start collectives in the order in which gradients become ready, and torch's own
+hook for PowerSGD hangs on gloo if there are several buckets. Here all gradients are complete when the first one is
+sent, so the order is fixed, and no state belongs to a bucket. The communication that DDP hides behind the backward pass
+is waited for instead. Where the link is so slow that compression pays, little of it was hidden.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, listing
+from toolkit.config import StrategyConfig
+from toolkit.metrics.meters import stopwatch
+from toolkit.plugins.methods.compression_schemes import Piece, Wire, amount_for, build_scheme
+from toolkit.ranks.collectives import sum_across_ranks
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, PerRank
+from toolkit.strategies.layouts.replicas import LocalReplica
+from toolkit.strategies.objective import TrialPass
+from toolkit.strategies.protocol import ModelFactory
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Sizes in bytes of two all-reduces, which tell a link's latency from its bandwidth.
+PROBES = (1 << 12, 1 << 22)
+
+log = logs.get(__name__)
+
+
+class Compressed(LocalReplica):
+    """See :class:`~toolkit.strategies.layouts.Layout`."""
+
+    _model: nn.Module
+
+    def __init__(self, session: Session, *, config: StrategyConfig, **passes: Any) -> None:
+        """Take the strategy's config; ``passes`` says how passes are made, see Replicas."""
+        super().__init__(session, **passes)
+        self._config = config
+        self._says = session.is_main
+        self._watch = stopwatch(session.device)
+        self._windows = 0  #: calls of figures(); priming is in the first window
+        self._error: Tensor | None = None  #: of the first step of a window
+
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
+        """Make the model and the scheme.
+
+        Raises ConfigError for parameters that cannot be compressed, and for a pattern that matches no parameter.
+        """
+        self._model = super().place(make, trial)
+        self._wire = Wire()
+        # The vector: what is compressed, padding to the scheme's multiple, then what is sent uncompressed.
+        self._sort()
+        self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
+        self._length = sum(piece.numel for piece in self._pieces)
+        self._padding = torch.zeros(-self._length % self._scheme.multiple, device=self._device)
+        self._length += len(self._padding)
+        self._whole = _pieces(self._plain, {}, start=self._length)
+        size = self._length + sum(piece.numel for piece in self._whole)
+        self._vector = torch.empty(size, device=self._device)  # new memory in each step would cost a third of it
+        self._residual = torch.zeros(self._length if self._scheme.feeds_back else 0, device=self._device)
+        self._decay = self._config.compression_average
+        self._moving = torch.zeros(0 if self._decay is None else size, device=self._device)
+        # For the log: what a plain all-reduce would send, and how long it would take on this link.
+        self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in self._all())
+        self._plain_s = _measured_cost(self._device).seconds(self._plain_bytes)
+        return self._model
+
+    @torch.no_grad()
+    def average(self) -> None:
+        if not self._complete_gradients():
+            return
+        self._watch.start()
+        self._wire.sent_bytes = 0.0
+        gradients = [*_flat(self._packed.values()), self._padding, *_flat(self._plain.values())]
+        # All gradients in one vector, in fp32; the two parts are views of it.
+        own = torch.cat(gradients, out=self._vector)
+        packed, plain = own[: self._length], own[self._length :]
+        length = packed.norm() if self._error is None else None
+        # The moving average takes the gradients' place. It is kept below only if the means are finite.
+        moving = None if self._decay is None else own.lerp_(self._moving, self._decay).clone()
+        # What is not compressed is summed meanwhile.
+        summing = self._wire.start_sum(plain) if self._plain else None
+        mean = self._exchange(packed) if self._packed else packed
+        if length is not None:
+            self._error = packed.norm() / length.clamp(min=1e-30)
+        if summing is not None:
+            summing.wait()
+        _give_back(self._packed.values(), mean)
+        _give_back(self._plain.values(), plain / self._wire.ranks)
+        if moving is not None:
+            _keep(self._moving, moving, (mean.sum() + plain.sum()).isfinite())
+        self._watch.stop()
+
+    def state(self) -> dict[str, Entry]:
+        """Return ``residual/rank3/<parameter>``, ``moving/rank3/<parameter>`` and the scheme's own state."""
+        entries: dict[str, Entry] = {}
+        everything = [*self._pieces, *self._whole]
+        for kind, vector, pieces in (("residual", self._residual, self._pieces), ("moving", self._moving, everything)):
+            for piece in pieces if len(vector) else ():
+                value = piece.of(vector).view(piece.shape)
+                entries[f"{kind}/rank{self.share.index}/{piece.name}"] = PerRank(value, averages=True)
+        return entries | self._scheme.state()
+
+    def figures(self) -> dict[str, float]:
+        """Return the bytes, the error and the time of compression, and a plain all-reduce's.
+
+        Bytes: what this rank sends in a step and would send without compression. Error: how much of a gradient the
+        first step of the window left for later, or lost, relative to the gradient. Time: how long compressing and
+        sending took, and how long a plain all-reduce of the gradients would take, by the link's speed as measured at
+        the start.
+        """
+        found = {
+            "compression/sent_bytes": self._wire.sent_bytes,
+            "compression/plain_bytes": self._plain_bytes,
+            "compression/error": 0.0 if self._error is None else float(self._error),
+            "compression/time_s": self._watch.take(),
+            "compression/plain_time_s": self._plain_s,
+        }
+        self._error = None
+        self._windows += 1
+        # The first window has priming in it, so the second one is judged.
+        if self._windows == 2 and self._says:
+            self._judge(found)
+        return found
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _exchange(self, packed: Tensor) -> Tensor:
+        """Return the mean over the ranks of ``packed`` plus the residuals. Keep the new residuals.
+
+        A gradient that is not finite shows in the mean on every rank. No residual keeps it, whatever becomes of the
+        step: it would come back in every later step.
+        """
+        if self._scheme.feeds_back:
+            packed += self._residual
+        mean = self._scheme.exchange(packed)
+        if self._scheme.feeds_back:
+            _keep(self._residual, packed, mean.sum().isfinite())
+        return mean
+
+    def _complete_gradients(self) -> bool:
+        """Give zeros to parameters that this rank's pass did not use. True if gradients can be sent.
+
+        False only in priming, which then reports the unused parameters.
+        """
+        missing = [p for p in self._all() if p.grad is None]
+        if missing and not self._windows:
+            return False
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        return True
+
+    # --------------------------------------------------------------------------------------------- the parameters
+
+    def _sort(self) -> None:
+        """Sort parameters into compressed ones, with their places in the vector, and uncompressed ones."""
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        refuse_types(named)
+        # The last pattern of compression_layers that matches a parameter counts.
+        values: dict[str, float | str] = {}
+        for pattern, value in self._config.compression_layers.items():
+            matching = fnmatch.filter(named, pattern)
+            if not matching:
+                raise ConfigError(
+                    f"strategy.compression_layers: {pattern!r} matches no parameter; there are: "
+                    f"{listing(list(named), 12)}"
+                )
+            values |= dict.fromkeys(matching, value)
+        amounts = {name: amount_for(self._config, p.shape, values.get(name)) for name, p in named.items()}
+        self._packed = {name: p for name, p in named.items() if amounts[name] is not None}
+        self._plain = {name: p for name, p in named.items() if amounts[name] is None}
+        self._pieces = _pieces(self._packed, amounts, start=0)
+        # top-k sends places as int32.
+        size = sum(piece.numel for piece in self._pieces)
+        if size >= 2**31:
+            raise ConfigError(f"strategy.compression: {size} values are more than 2**31, which places are sent for")
+        counts = len(self._packed), len(self._plain)
+        log.info("%s: %d parameters compressed, %d sent as they are", self._config.compression, *counts)
+
+    def _all(self) -> list[nn.Parameter]:
+        return [*self._packed.values(), *self._plain.values()]
+
+    def _judge(self, figures: Mapping[str, float]) -> None:
+        took, plain = figures["compression/time_s"], figures["compression/plain_time_s"]
+        log.info(
+            "strategy.compression: %s sends %.3g MB a step instead of %.3g and takes %.3g s, where a plain all-reduce "
+            "would take about %.3g s on this link: %s",
+            self._config.compression,
+            figures["compression/sent_bytes"] / 1e6,
+            figures["compression/plain_bytes"] / 1e6,
+            took,
+            plain,
+            "worth it" if took < plain else "not worth it; set it to none",
+        )
+
+
+def refuse_types(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError for parameters of a type that fp32 would round."""
+    strange = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in TYPES]
+    if strange:
+        raise ConfigError(
+            f"strategy.compression: {listing(strange, 3)} would be rounded to float32, in which gradients are "
+            "compressed; set it to none"
+        )
+
+
+def _pieces(named: Mapping[str, nn.Parameter], amounts: Mapping[str, float | None], start: int) -> list[Piece]:
+    """Return the pieces one after the other, the first at ``start``."""
+    starts = accumulate((p.numel() for p in named.values()), initial=start)
+    return [
+        Piece(name, tuple(p.shape), at, amounts.get(name) or 0.0)
+        for (name, p), at in zip(named.items(), starts, strict=False)
+    ]
+
+
+def _keep(kept: Tensor, new: Tensor, good: Tensor) -> None:
+    """Put ``new`` in the place of ``kept`` if ``good`` is true, on the device."""
+    torch.where(good, new, kept, out=kept)
+
+
+def _flat(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradient of each parameter, flat, in fp32."""
+    return [p.grad.reshape(-1).float() for p in parameters if p.grad is not None]
+
+
+def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
+    """Copy ``flat``, in the order of ``parameters``, back into their gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    sizes = [gradient.numel() for gradient in gradients]
+    parts = torch.split(flat[: sum(sizes)], sizes)  # padding may follow
+    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------------- the link
+
+
+class _AllReduceCost:
+    """The cost of an all-reduce: a latency, and seconds for each byte sent."""
+
+    def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
+        self._bytes, self._seconds = small
+        more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
+        self._per_byte = max(0.0, more_seconds) / max(1.0, more_bytes)
+
+    def seconds(self, sent_bytes: float) -> float:
+        return self._seconds + max(0.0, sent_bytes - self._bytes) * self._per_byte
+
+
+def _measured_cost(device: torch.device) -> _AllReduceCost:
+    """Measure the link. A size's time is the mean of two laps after one that opens connections. Every rank calls it."""
+    costs: list[tuple[float, float]] = []
+    for size_bytes in PROBES:
+        laps = []
+        for _ in range(3):
+            probe = torch.zeros(size_bytes // 4, device=device)
+            dist.barrier()
+            began = time.perf_counter()
+            sum_across_ranks(probe).sum().item()  # item() waits: a GPU may not have begun before
+            laps.append(time.perf_counter() - began)
+        sent_bytes = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * size_bytes
+        costs.append((sent_bytes, sum(laps[1:]) / 2))
+    small, large = costs
+    return _AllReduceCost(small, large)

@@ -1,0 +1,235 @@
+"""What servers and workers have in common: which ranks are there, the messages, the state."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.errors import ConfigError, StoppedError, listing
+from toolkit.config import TrainConfig
+from toolkit.config.strategy import ParameterServerConfig
+from toolkit.metrics.meters import stopwatch
+from toolkit.plugins.methods.parameter_server import cuts
+from toolkit.plugins.methods.parameter_server.cuts import Cut, Flat
+from toolkit.plugins.methods.parameter_server.mail import Handler, Kind, Mail, PeerInbox, decode, encode
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.collectives import broadcast_tensors, gather_objects
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, Json, Replicated
+from toolkit.strategies.models import in_training, refuse_extra_state
+from toolkit.strategies.objective import Objective, refuse_learnt
+from toolkit.strategies.priming import refuse_together
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory
+from toolkit.strategies.update.apply import Update
+
+
+class Side:
+    """The common part of servers and workers; see :class:`~toolkit.strategies.protocol.Strategy`."""
+
+    evaluates_together = False
+
+    _mail: Mail
+    _inbox: PeerInbox
+    _model: nn.Module  #: on a worker the whole model; on a server its part
+    _part: nn.Module  #: this rank's part of the parameters; a worker's have no rows
+    _update: Update
+    _cuts: dict[str, Cut]
+    _by_parameter: dict[Tensor, Cut]
+
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
+        self._session = session
+        self._train = train
+        self._rank = session.rank
+        self._servers = range(config.servers)
+        self._workers = range(config.servers, session.world_size)
+        self._others = range(1, session.world_size)  #: those that answer to rank 0
+        self._count = len(self._workers)  #: of shares
+        self._keeps_own = config.mode == "sync"  #: whether a worker's weights are the newest after each step
+        self._device = session.device
+        self._server = self._rank if self._rank in self._servers else None
+        self._n = 0
+        self._settled = True
+        self.own_time = stopwatch(session.device)
+
+    # ------------------------------------------------------------------------------------------------------ building
+
+    def build(
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
+    ) -> None:
+        """Build this rank's side.
+
+        Raises ConfigError, on all ranks, if a worker would have no sample or a parameter no gradient, or if the
+        optimizer keeps something that cannot be cut like a parameter.
+        """
+        refuse_learnt(objective, "parameter_server")
+        # Connections first, since making them is a collective. Messages are read only once all ranks agree.
+        # Servers have one to every rank, workers to the servers.
+        peers = {*self._servers} if self._server is None else {*self._servers, *self._workers}
+        self._mail = Mail(sorted(peers - {self._rank}))
+        self._inbox = PeerInbox(self._mail, self._handlers())
+        whole = in_training(model().to(self._device))
+        refuse_extra_state(whole, "a parameter server")
+        with torch.no_grad():
+            broadcast_tensors([*whole.parameters(), *whole.buffers()], source=0)
+        self._cuts = cuts.cut(whole, len(self._servers))
+        self._part = cuts.shadow(whole, self._cuts, self._server)
+        self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
+        self._update = Update(self._part, optimizer(self._part), self._train)
+        refusal: str | None = None
+        try:
+            # Every server has the scalars, and updates in another order would make them differ.
+            scalars = [name for name, p in self._part.named_parameters() if p.requires_grad and not p.ndim]
+            if scalars and len(self._servers) > 1 and not self._keeps_own:
+                raise ConfigError(
+                    f"strategy.parameter_server.servers: {listing(scalars, 3)} has no dimension to cut; give it the "
+                    "shape (1,), or use one server, or mode: sync"
+                )
+            self._try_optimizer()
+            self._get_ready(whole, objective, sample)
+        except ConfigError as error:
+            refusal = str(error)
+        # A rank that raised alone would leave the others waiting for its messages.
+        refuse_together(refusal, group=self._mail.group)
+        self._mail.open()
+
+    def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
+        raise AssertionError("each side does it in its own way")
+
+    def _handlers(self) -> dict[Kind, Handler]:
+        """Return the handlers of messages that are handled as they come, by kind."""
+        raise AssertionError("each side does it in its own way")
+
+    def _try_optimizer(self) -> None:
+        try:
+            self._entries()
+        except ConfigError:
+            raise
+        except Exception as error:  # any optimizer may fail in its own way on no rows
+            raise ConfigError(
+                "optim.name: this optimizer does not work on a part of the parameters "
+                f"({type(error).__name__}: {error}); use another one, or ddp"
+            ) from error
+
+    def _exchanged(self, model: nn.Module, server: int) -> list[tuple[nn.Parameter, tuple[int, int] | None]]:
+        """Return the parameters of ``model`` that concern ``server``, with its rows; None: all rows."""
+        placed: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
+        for name, parameter in model.named_parameters():
+            rows = self._cuts[name].rows(server) if name in self._cuts else None
+            is_empty = rows is not None and rows[0] >= rows[1]
+            if parameter.requires_grad and not is_empty:
+                placed.append((parameter, rows))
+        return placed
+
+    def split_data(self) -> None:
+        """Do nothing: statistics stay those of the first worker, since workers do not communicate."""
+
+    def begin(self, step: int) -> None:
+        """Keep the step, which is a ticket's number."""
+        self._n = step
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gather with one collective. Its callers have summed before, so no rank keeps the others waiting."""
+        return gather_objects(value)
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Sum on rank 0, in rank order. Rank 0 tells all ranks the sums."""
+        own = {name: float(value) for name, value in values.items()}
+        if self._rank == 0:
+            every = [own, *map(decode, self._inbox.gather(Kind.SUM, self._others))]
+            names = dict.fromkeys(name for of_rank in every for name in of_rank)
+            own = {name: sum(of_rank.get(name, 0.0) for of_rank in every) for name in names}
+            self._mail.send_all(Kind.SUMMED, encode(own))
+            return own
+        self._mail.send(0, Kind.SUM, payload=encode(own))
+        return dict(decode(self._inbox.wait_for(Kind.SUMMED)))
+
+    def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """Gather by a sum in which each rank's values have names of their own."""
+        found = self.sum({f"{self._rank}/{name}": value for name, value in values.items()})
+        ranks = range(self._session.world_size)
+        return {
+            name: torch.tensor([found.get(f"{rank}/{name}", 0.0) for rank in ranks], dtype=torch.float64)
+            for name in values
+        }
+
+    def settle(self) -> None:
+        """Give all ranks the newest weights, and the buffers of the first worker.
+
+        When all ranks have come to here, every ticket is applied. In ``sync`` mode workers have the newest weights
+        already.
+        """
+        if self._settled:
+            return
+        buffers = [*self._part.buffers()]  # the same tensors as the whole model's
+        place = Flat(buffers)
+        if self._rank == 0:
+            arrived = self._inbox.gather(Kind.SETTLE, self._others)
+            first = next(message for message in arrived if message.sender == self._workers[0])
+            place.unpack(first.payload, buffers)
+            self._mail.send_all(Kind.SETTLED, place.pack(buffers))
+        else:
+            self._mail.send(0, Kind.SETTLE, payload=place.pack(buffers) if self._rank == self._workers[0] else None)
+            place.unpack(self._inbox.wait_for(Kind.SETTLED).payload, buffers)
+        if not self._keeps_own:
+            self._refresh()
+        self._settled = True
+
+    def _refresh(self) -> None:
+        """Send the newest weights to all workers."""
+        raise AssertionError("each side does it in its own way")
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        """Return nothing on a rank that applies no updates."""
+        return {}
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def state(self) -> dict[str, Entry]:
+        """Return the state. Every rank declares all of it, and a worker has no rows of it. A collective."""
+        self.settle()
+        entries = self._entries()
+        self._equalise(entries)
+        return entries
+
+    def _entries(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for name, value in self._part.state_dict(keep_vars=True).items():
+            entries[f"model/{name}"] = cuts.declared(name, value, self._by_parameter.get(value), self._server)
+        for name, entry in self._update.state().items():
+            entries[name] = cuts.declared(name, entry.value, self._cuts.get(name.split("/")[1]), self._server)
+        return entries
+
+    def _equalise(self, entries: dict[str, Entry]) -> None:
+        """Set small values that are equal on all servers (step counts) to rank 0's. Workers do not make the steps."""
+        replicated = {name: entry.value for name, entry in entries.items() if isinstance(entry, Replicated)}
+        small = {name: value for name, value in replicated.items() if not name.startswith("model/")}
+        # Tensors are filled in place; plain values are replaced in ``entries``.
+        tensors = [value for value in small.values() if isinstance(value, Tensor)]
+        plain = {name: value for name, value in small.items() if not isinstance(value, Tensor)}
+        place = Flat(tensors)
+        if self._rank == 0:
+            self._mail.send_all(Kind.TELL, place.pack(tensors))
+            self._mail.send_all(Kind.TELL, encode(plain))
+            return
+        place.unpack(self._inbox.wait_for(Kind.TELL).payload, tensors)
+        entries |= {name: Replicated(value) for name, value in decode(self._inbox.wait_for(Kind.TELL)).items()}
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        self._update.loaded(values)
+        self._refresh()
+        self._settled = True
+
+    def close(self) -> None:
+        """Leave the other ranks. They take a rank that fails for dead."""
+        mail = self.__dict__.pop("_mail", None)
+        if mail is not None:
+            # Peers are told of an orderly end and of a stop only; they take this rank for dead after any other error.
+            mail.close(orderly=isinstance(sys.exception(), (type(None), StoppedError)))
+        for name in ("_inbox", "_model", "_part", "_update", "_by_parameter"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,1 @@
+"""Models that several ranks hold together: the strategies pipeline and tensor."""

@@ -1,1 +1,0 @@
-"""What a job uses of its nodes, and what is wrong with them."""

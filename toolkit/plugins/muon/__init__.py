@@ -1,1 +1,0 @@
-"""`optim.name: muon`: Muon for hidden matrices and AdamW for the rest."""

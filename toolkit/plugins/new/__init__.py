@@ -1,1 +1,0 @@
-"""A first project of one's own."""

@@ -1,0 +1,255 @@
+"""Watches the batch host from another node. Requeues the job when that host is gone.
+
+Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
+host dies stays RUNNING for ever without a supervisor. An agent that has lost the supervisor, or receives nothing from
+it, starts this process. It uses three signs. The first is the supervisor's status file, which changes twice a second.
+The second is whether the supervisor accepts a connection; slurmd would, too, on a batch host that has rebooted, and
+there it took Slurm two minutes to miss the job. The third is the job's node list, which a dead node leaves when Slurm
+has noticed.
+
+SIGTERM does not end this process: Slurm sends one at the beginning of a preemption's grace time. When the job is over,
+this process ends by the job's state, or by Slurm's SIGKILL after KillWait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from toolkit.base import hostlist, logs, outages
+from toolkit.base.errors import SlurmError
+from toolkit.files.run_files import RunState
+from toolkit.files.rundir import RunDir
+from toolkit.nodes.allocation import Allocation
+from toolkit.run.job import nodes
+from toolkit.run.job.slurm_job import JobFate, fate_of_row
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.requeue.requeue import EXCLUDE_S, take_back, to_exclude
+from toolkit.slurm.commands import Slurm, SlurmCommands
+from toolkit.slurm.jobs import JobRow
+from toolkit.slurm.reachable import TIMEOUT_S
+
+LOOK_EVERY_S = 2.0
+#: A supervisor that has written nothing for this long is checked by a connection.
+SILENT_S = 6.0
+#: After this many unanswered checks in a row the batch host counts as gone.
+LOOKS = 2
+ASK_SLURM_EVERY_S = 30.0
+#: After a SIGTERM, looks come this often and each asks Slurm: KillWait may be 5 s.
+LAST_LOOKS_EVERY_S = 1.0
+
+log = logs.get(__name__)
+
+
+def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
+    """True if ``host`` accepts a connection on ``port``."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class WatchedJob:
+    """The job start whose batch host is watched."""
+
+    run: RunDir
+    job_id: str
+    restart_count: int
+    batch_host: str
+    address: str  #: where its supervisor listens for the agents
+    port: int
+    supervisor: int  #: its pid
+    nodes: int  #: of the job, spare ones included
+
+
+class BatchHostWatch:
+    """Watches one batch host, look by look; the clock and the network are arguments."""
+
+    def __init__(
+        self,
+        watched: WatchedJob,
+        slurm: SlurmCommands,
+        clock: Callable[[], float] = time.monotonic,
+        answers: Callable[[str, int], bool] = answers,
+    ) -> None:
+        self._watched, self._slurm, self._clock, self._answers = watched, slurm, clock, answers
+        self._updated: float | None = None
+        self._changed = clock()
+        self._unanswered = 0
+        self._asked_slurm = clock()
+        self._has_sigterm = False
+
+    @property
+    def pause_s(self) -> float:
+        """Return the time until the next look."""
+        return LAST_LOOKS_EVERY_S if self._has_sigterm else LOOK_EVERY_S
+
+    def hurry(self) -> None:
+        """Look more often after a SIGTERM, for what may be its reason."""
+        self._has_sigterm = True
+
+    def look(self) -> str | None:
+        """Return why the job must be requeued, or None. Raises WatchOver when there is nothing to watch any more."""
+        status = self._watched.run.status()
+        if status.state is not None and status.state.is_over:
+            raise WatchOver(status.state)
+        if status.pid not in (None, self._watched.supervisor):
+            raise WatchOver("another supervisor has taken over: it has agents that watch")
+        # A status that changes is proof enough that the supervisor lives.
+        if status.updated != self._updated:
+            self._updated, self._changed, self._unanswered = status.updated, self._clock(), 0
+        return self._problem_by_silence() or self._problem_by_slurm()
+
+    def _problem_by_silence(self) -> str | None:
+        if self._clock() - self._changed < SILENT_S:
+            return None
+        host = self._watched.batch_host
+        # The file system may hide the status of a supervisor that lives: ask the supervisor itself.
+        does_answer = self._answers(self._watched.address, self._watched.port)
+        self._unanswered = 0 if does_answer else self._unanswered + 1
+        if self._unanswered < LOOKS:
+            return None
+        silent_s = self._clock() - self._changed
+        return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
+
+    def _problem_by_slurm(self) -> str | None:
+        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S and not self._has_sigterm:
+            return None
+        self._asked_slurm = self._clock()
+        try:
+            row = self._slurm.show_job(self._watched.job_id)
+        except SlurmError as error:
+            log.warning("Slurm does not say how the job stands: %s", error)
+            return None
+        # The order matters: a batch host that has left the list explains a job that is over.
+        if row is None or row.restarts > self._watched.restart_count:
+            raise WatchOver("the job is over")
+        if has_lost(row, self._watched.batch_host):
+            return f"the batch host {self._watched.batch_host} has left the job's node list"
+        if row.is_over or (self._has_sigterm and row.state != "RUNNING"):
+            raise WatchOver(f"the job is {row.state}")
+        return None
+
+
+def has_lost(row: JobRow, batch_host: str) -> bool:
+    """True if Slurm has given the batch host up.
+
+    The job then runs on. If that host comes back at once, and reports that the batch script was killed, 22.05 takes the
+    job for a failed launch and ends it.
+    """
+    is_here = not row.node_list or batch_host in hostlist.expand(row.node_list)
+    return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
+
+
+class WatchOver(Exception):
+    """Raised when there is nothing to watch any more."""
+
+
+def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
+    """Look until the job is over or has been requeued. A requeue ends this process as well."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
+    watch = BatchHostWatch(watched, slurm)
+    while True:
+        try:
+            why = watch.look()
+        except WatchOver as over:
+            log.info("%s", over)
+            return
+        if why is not None:
+            log.error("%s: requeueing job %s", why, watched.job_id)
+            # Before the requeue, which ends this process, too.
+            try:
+                nodes.remember(watched.run, watched.batch_host, why)
+            except OSError as error:  # a full disk: the job must be requeued all the same
+                log.error("%s: node %s cannot be noted: %s", watched.run.path, watched.batch_host, error)
+            requeue(watched, slurm)
+            return
+        if signal.sigtimedwait(_END_SIGNALS, watch.pause_s) is not None:
+            watch.hurry()
+
+
+_END_SIGNALS = {signal.SIGTERM}
+
+
+def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
+    """Put the job back into the queue, without its batch host.
+
+    The host may only have been cut off. If it comes back and is chosen again while it still has the earlier job, it
+    refuses ("Duplicate jobid"). Slurm then drains the node and holds the job until an administrator releases it.
+    """
+    look = partial(_how_it_stands, watched, slurm)
+    row = outages.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
+    # A job that may not be requeued is ended, and its follow-up job takes over.
+    if row is not None and not row.can_requeue:
+        # It would run on without a supervisor, and its follow-up job wait for it: end it. The status tells the
+        # follow-up job that it is needed, for Slurm calls the end a cancellation.
+        if outages.ask(look, "Slurm does not say how the job stands") is JobFate.CANCELLED:
+            log.info("job %s has been cancelled: leaving it so", watched.job_id)
+        else:
+            why = f"the batch host {watched.batch_host} is gone"
+            status = watched.run.status().replace(state=RunState.REQUEUED, why=why, updated=time.time())
+            outages.persist(lambda: watched.run.write_status(status), watched.run.path)
+            outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
+        return
+    # This process has the variables of the agents' step; the choice of nodes needs the job's.
+    like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
+    for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
+        like_our_job.pop(of_our_step, None)
+    bad = {watched.batch_host: nodes.BadNode("gone", time.time()), **nodes.remembered(watched.run)}
+    excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
+    seen, _ = take_back(look, slurm, watched.job_id)
+    if seen is not JobFate.REQUEUED:
+        log.info("job %s is %s: leaving it so", watched.job_id, seen)
+    # Only now: Slurm refuses an exclusion while the job runs.
+    elif excluded:
+        exclude = partial(slurm.exclude_nodes, watched.job_id, excluded)
+        outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+
+
+def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
+    """Return how the job stands.
+
+    If its batch host came back too late, its end looks like a cancellation, but is none.
+    """
+    if stop_request.asked(watched.run) is Intent.CANCEL:
+        return JobFate.CANCELLED
+    row = slurm.show_job(watched.job_id)
+    seen = fate_of_row(row, watched.restart_count)
+    is_lost = row is not None and has_lost(row, watched.batch_host)
+    return JobFate.NODE_FAILED if is_lost and seen is JobFate.CANCELLED else seen
+
+
+def command(run: RunDir, job: Allocation, address: str, port: int) -> list[str]:
+    """Return the command that an agent starts. This process, the supervisor, listens at ``address`` and ``port``."""
+    numbers = [job.job_id, job.restart_count, job.hosts[0], address, port, os.getpid(), len(job.hosts)]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "toolkit.plugins.node_watch.batch_host_watch",
+        str(run.path),
+        *map(str, numbers),
+    ]
+
+
+def main() -> None:
+    """Run the watch. Arguments: RUN_DIR JOB_ID RESTARTS BATCH_HOST ADDRESS PORT SUPERVISOR NODES."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # agents ignore it, and an ignored signal cannot be waited for
+    run_dir, job_id, restarts, batch_host, address, *numbers = sys.argv[1:]
+    logs.setup("batch host watch")
+    run = RunDir(Path(run_dir))
+    watch_batch_host(WatchedJob(run, job_id, int(restarts), batch_host, address, *map(int, numbers)), Slurm())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Finds out which rank of a run that hangs the others wait for, and what it does.
+
+In a hang the ranks write their stacks and are killed. Reading the stacks needs only what :mod:`toolkit.hang.stacks` has
+prepared in each rank. So it works also on a rank that never reached the process group, and on all except those that are
+stopped or whose node is gone. The stacks are read on the ranks' own nodes, see :mod:`.stack_digest`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from traceback import StackSummary
+
+from toolkit.base import fsio, hostlist, logs, reading
+from toolkit.files.rundir import RunDir
+from toolkit.hang import activity, stacks
+from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.reports import Digest, Standing
+from toolkit.nodes.agent.reports import merge as merge_digests
+from toolkit.nodes.start.agents import Agents
+from toolkit.nodes.start.launcher import RunningRanks
+from toolkit.plugins.node_watch import flights, silence, stack_digest
+from toolkit.plugins.node_watch.faulthandler_text import Stack, main_stack
+from toolkit.plugins.node_watch.silence import NodesWatch
+from toolkit.plugins.node_watch.stack_digest import WAITING, RankGroup, RankStack
+from toolkit.run.attempt.attempt import Attempt
+from toolkit.run.attempt.facts import RankFailure
+from toolkit.run.records import user_request
+from toolkit.run.records.user_request import Answer, StackGroup
+from toolkit.run.supervise.context import Context
+
+log = logs.get(__name__)
+
+#: A script that reports nothing is watched after this share of the bound. Many have ended by then, or called
+#: `toolkit.start()` and report by themselves.
+START_AFTER_SHARE = 0.2
+
+
+class Investigation:
+    """Investigates by the stacks of the ranks."""
+
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
+        self._context, self._attempt, self._ranks = context, attempt, ranks
+        self._silence: NodesWatch | None = None
+        self._has_old_stacks = False  #: the ranks have written stacks before
+
+    # ------------------------------------------------------------------------------------ scripts that report nothing
+
+    def is_stuck(self) -> bool:
+        """True if all ranks of a script have been silent. They are watched when it has had time to report."""
+        attempt, context = self._attempt, self._context
+        bound_s = STUCK_SHARE * context.config.dist.timeout_s
+        if self._silence is None and time.time() - attempt.started > START_AFTER_SHARE * bound_s:
+            environ = context.rank_environ(attempt.number)
+            self._silence = silence.start_watch(context.run, attempt.number, attempt.plan, environ, bound_s)
+        return self._silence is not None and self._silence.is_stuck()
+
+    def still_s(self) -> float:
+        """Return for how long they have been silent."""
+        return 0.0 if self._silence is None else self._silence.still_s
+
+    def close(self) -> None:
+        """End the watch of a script.
+
+        In an attempt that failed it names the silent ranks: others may have waited for them, in NCCL until it gave up.
+        """
+        if self._silence is None:
+            return
+        silent = self._silence.standings()
+        if silent and self._attempt.failures and self._attempt.hang is None:
+            still_s = min(standing.still_s for standing in silent)
+            names = ",".join(str(standing.rank) for standing in silent)
+            log.warning("silent for %.0f s or longer before: rank %s", still_s, names)
+        self._silence.close()
+
+    # ------------------------------------------------------------------------------------------------------ the stacks
+
+    def find_cause(self, reports: Watchdog | None) -> RankFailure:
+        """Find out which rank is behind. Ranks that report write their stacks on a signal."""
+        attempt = self._attempt
+        if reports is not None:
+            log.info("all ranks together: %s", merge_digests(reports.nodes.values()))
+            ranks = self._by_host(self._unknown(None, reports.still_s))
+            self._have_stacks_written(ranks)
+        else:
+            assert self._silence is not None, "it has found the hang"
+            ranks = self._by_host(self._silence.standings())
+            self._silence.ask_for_stacks()
+        groups = self._look(ranks, reports)
+        return investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
+
+    def answer(self, request_id: str, reports: Watchdog | None) -> None:
+        """Answer with what the ranks do now, in a thread: a node that hangs takes seconds."""
+        threading.Thread(target=self._answer, args=[request_id, reports], daemon=True).start()
+
+    def _answer(self, request_id: str, reports: Watchdog | None) -> None:
+        attempt, run = self._attempt, self._context.run
+        try:
+            groups = tuple(
+                StackGroup(group.ranks, group.doing, group.still_s, group.stack) for group in self.read_stacks(reports)
+            )
+            answer = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
+            user_request.answer(run, request_id, answer)
+        except Exception as error:  # the run goes on without the stacks
+            log.warning("the stacks cannot be shown: %s: %s", type(error).__name__, error)
+            with contextlib.suppress(OSError):  # a full disk: the command says that there was no answer
+                user_request.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
+
+    def read_stacks(self, reports: Watchdog | None) -> list[RankGroup]:
+        """Return what the ranks do now, with their stacks. It does not disturb them."""
+        ranks = self._by_host(self._unknown("running" if reports is None else None, 0.0))
+        if reports is not None:
+            self._have_stacks_written(ranks)
+        return self._look(ranks, reports, whole=True, outside=reports is None)
+
+    def _unknown(self, phase: str | None, still_s: float) -> list[Standing]:
+        return [Standing(rank, phase, None, still_s, False) for rank in range(self._attempt.plan.world_size)]
+
+    def _have_stacks_written(self, ranks: Mapping[str, Sequence[Standing]]) -> None:
+        """Have ranks that report write their stacks. Old ones are removed before, or they would pass for new."""
+        if self._has_old_stacks and self._context.agents is not None:
+            remove_old(self._context.agents, self._context.run, self._attempt.number, ranks)
+        self._has_old_stacks = True
+        self._ranks.kill(stacks.ASK)
+
+    def _look(self, ranks: Mapping[str, Sequence[Standing]], reports: Watchdog | None, **how: bool) -> list[RankGroup]:
+        agents, known = self._context.agents, {} if reports is None else reports.nodes
+        assert agents is not None
+        return look(agents, self._context.run, self._attempt.number, ranks, known, **how)
+
+    def _by_host(self, standings: Sequence[Standing]) -> dict[str, list[Standing]]:
+        by_host: dict[str, list[Standing]] = {}
+        for standing in standings:
+            if standing.rank not in self._attempt.gone:  # it cannot answer, and would be taken for stopped
+                by_host.setdefault(self._attempt.host_of(standing.rank), []).append(standing)
+        return by_host
+
+
+#: Reads and digests the stacks of a node.
+COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.node_watch.stack_digest")
+#: What a node may take for its digest beside the time that it gives its ranks: an interpreter starts there.
+LATE_S = 5.0
+#: The innermost frames that are quoted of a stack: `toolkit why` has room for those of the rank and of one worker.
+FRAMES = 5
+
+
+def look(
+    agents: Agents,
+    run: RunDir,
+    attempt: int,
+    standings: Mapping[str, Sequence[Standing]],
+    known: Mapping[str, Digest],
+    **how: bool,
+) -> list[RankGroup]:
+    """Return what the ranks do, by their stacks, which they are asked for.
+
+    ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
+    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`. Takes at most ``ANSWER_S``
+    and ``LATE_S``.
+    """
+    answers = agents.ask(_orders(run, attempt, standings, how), stack_digest.ANSWER_S + LATE_S)
+    # A node that has not answered is described by its last digest.
+    groups: list[RankGroup] = []
+    for host, ranks in standings.items():
+        if host in answers:
+            groups += stack_digest.from_json(answers[host]["groups"])
+            continue
+        # Its ranks count as stopped if it is silent, else as unknown.
+        last, is_silent, unheard = known.get(host), host in agents.silent_hosts, list[RankStack]()
+        for rank in ranks:
+            phase, step = (rank.phase, rank.step) if last is None else (activity.IN_STEP, last.least)
+            standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
+            unheard.append(RankStack(standing, [] if is_silent else None, is_read=is_silent))
+        groups += stack_digest.group(unheard)
+    return stack_digest.merge(groups)
+
+
+def remove_old(agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]]) -> None:
+    """Have the agents remove the stacks that the ranks have written so far. Takes at most ``LATE_S``."""
+    agents.ask(_orders(run, attempt, standings, {"remove": True}), LATE_S)
+
+
+def _orders(
+    run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], how: Mapping[str, bool]
+) -> dict[str, Message]:
+    folder = str(run.attempt_logs(attempt))
+    order: Message = {"do": "stacks", "attempt": attempt, "command": COMMAND, "folder": folder, **how}
+    return {host: {**order, "standings": [astuple(rank) for rank in ranks]} for host, ranks in standings.items()}
+
+
+def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
+    """Find out which rank is behind, and note it for `toolkit why`. ``hosts`` are by rank."""
+    folder = run.attempt_logs(attempt)
+    one_of_each = sorted(groups, key=lambda group: len(group.ranks))[-flights.MOST :]
+    recorded = {group.ranks[0]: flights.calls_of(folder, group.ranks[0]) for group in one_of_each}
+    odd, difference = flights.first_difference(recorded, {each.ranks[0]: len(each.ranks) for each in one_of_each})
+    culprits, how = blame(groups, odd)
+    how += difference and f"; {difference}"
+    answered = _count(group for group in groups if group.has_answered)
+    log.info("%d of %d ranks answered: %s", answered, len(hosts), folder / "stack-*.txt")
+    # The culprit is unknown: the failure names no rank.
+    if not culprits:
+        log.error("the run hangs: %s", how)
+        return RankFailure(None, "", how, time.time())
+    first = culprits[0]
+    stack = _stack_of(folder, first)
+    failure = RankFailure(
+        first,
+        hosts[first],
+        how,
+        time.time(),
+        traceback=_quote(folder, first, stack),
+        blames_node=_may_be_of_node(stack),
+    )
+    # `toolkit why` reads the failure from the rank's error file.
+    with contextlib.suppress(OSError):  # a full disk; the log has the same text
+        fields = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
+        fsio.write_json(run.error_file(attempt, first), {**fields, "traceback": failure.traceback})
+    log.error("the run hangs: rank %d on %s: %s", first, failure.host, how)
+    return failure
+
+
+def _stack_of(folder: Path, rank: int) -> Stack:
+    """Return the stack of the rank's main thread; empty without an answer."""
+    with contextlib.suppress(OSError):
+        return main_stack(stack_digest.stack_text(stacks.stack_path(folder, rank)) or "")
+    return []
+
+
+#: Waits of Python itself for a thread, a process or a time, as the program has asked for.
+_OWN_WAITS = re.compile(
+    r"/lib/python3[\d.]*/(?:threading|queue|subprocess|selectors|asyncio/\w+|multiprocessing/\w+|concurrent/.+)\.py$"
+)
+#: Parts of a program's line that wait for a device or for a disk.
+_OF_DEVICE = re.compile(
+    r"\.(?:item|cpu|to|tolist|numpy|synchronize|wait|backward|step)\(|\b(?:open|load\w*|read\w*|print|float|int)\("
+)
+
+
+def _may_be_of_node(stack: Stack) -> bool:
+    """True if the node may be why a rank goes no further: it does not answer, or waits for a device or a disk."""
+    if not stack:
+        return True
+    innermost = stack[0]
+    if re.search(r"/(?:site|dist)-packages/", innermost.filename):
+        return True
+    return not _OWN_WAITS.search(innermost.filename) and _OF_DEVICE.search(innermost.line or "") is not None
+
+
+def _quote(folder: Path, rank: int, stack: Stack) -> str:
+    """Return the innermost frames of the rank's processes in Python's format; empty without an answer."""
+    if not stack:
+        return ""
+    text = f"the stack of rank {rank}; all of them are in {folder / 'stack-*.txt'}\n{_format(stack)}"
+    # The files of its other processes: stack-RANK-KIND-NUMBER.txt.
+    for path in sorted(folder.glob(f"stack-{rank}-*.txt")):
+        with contextlib.suppress(OSError):
+            kind, number = path.stem.split("-")[2:]
+            of_process = main_stack(reading.read_text(path, errors="replace"))
+            text += f"the stack of its {'data worker' if kind == 'worker' else kind} {number}\n{_format(of_process)}"
+    return text
+
+
+def _format(stack: Stack) -> str:
+    return "".join(StackSummary.from_list(list(reversed(stack[:FRAMES]))).format())
+
+
+# ------------------------------------------------------------------------------------------------------- who is behind
+
+
+def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and one line about all ranks.
+
+    The line says what they and the others do. ``RankGroup.place`` tells which ranks are behind. Where all wait in
+    collectives, those in another one than most are named, or at another line. If a rank is known to have made an
+    ``odd`` call, its group is named. No rank is named where the one that is waited for may be among those whose stacks
+    could not be read. ``groups`` are merged, see :mod:`stack_digest`.
+    """
+    if not groups:
+        return [], "every rank has ended, but not what started them"
+    furthest = min(group.place for group in groups)
+    behind = [group for group in groups if group.place[:2] == furthest[:2]]
+    # All wait, as far as is known, and some stacks are unread: the culprit may be one of those.
+    if _count(behind) > 1 and furthest[2] > 0 and not all(group.is_read for group in behind):
+        read = [group for group in groups if group.is_read]
+        total = _count(groups)
+        unread = total - _count(read)
+        line = f"nobody knows who is behind: there was no time to read the stacks of {unread} of {total} ranks"
+        if read:
+            line += f"; {_counts(read, 'rank')}"
+        return [], line
+    last = [group for group in groups if group.place == furthest]
+    # All wait for each other: a call that only some ranks make puts these behind, and one that they leave out ahead.
+    if all(group.is_read and group.place[0] and group.place[2] >= WAITING for group in groups):
+        last = list(groups)
+    does = _by_activity(last)
+    # The rarest activity is blamed, and of those that are as rare the one furthest behind.
+    blamed = next((group for group in groups if odd in group.ranks), None) or min(
+        last, key=lambda group: (does[group.doing], group.place)
+    )
+    alike = [group for group in groups if (group.doing, group.place) == (blamed.doing, blamed.place)]
+    culprits = sorted(rank for group in alike for rank in group.ranks)
+    line = f"{blamed.doing}, {blamed.still_s:.0f} s"
+    if len(culprits) > 1:
+        line += f" ({_names(culprits[1:])} as well)"
+    others = [group for group in groups if group not in alike]
+    if others:
+        line += f"; {_counts(others)}"
+    return culprits, line
+
+
+def _count(groups: Iterable[RankGroup]) -> int:
+    return sum(len(group.ranks) for group in groups)
+
+
+def _by_activity(groups: Iterable[RankGroup]) -> Counter[str]:
+    """Return the number of ranks by what they do."""
+    does: Counter[str] = Counter()
+    for group in groups:
+        does[group.doing] += len(group.ranks)
+    return does
+
+
+def _names(ranks: Sequence[int]) -> str:
+    numbers = hostlist.compress(map(str, ranks)).strip("[]")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
+
+
+def _counts(groups: Iterable[RankGroup], noun: str = "other") -> str:
+    """Return text such as ``30 others in all_reduce, 1 in a step``."""
+    (doing, count), *rest = _by_activity(groups).most_common()
+    first = f"{count} {noun}{'s' if count > 1 else ''} {doing}"
+    return ", ".join([first, *(f"{count} {doing}" for doing, count in rest)])

@@ -1,0 +1,74 @@
+"""The agent's side of the monitor: a process of its own, :mod:`toolkit.plugins.node_watch.program`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+
+from toolkit.base import logs
+from toolkit.base.node_programs import bare_python
+from toolkit.nodes.agent.helpers import Helpers
+from toolkit.nodes.agent.link import Message
+
+MONITOR_COMMAND = bare_python("toolkit.plugins.node_watch.program")
+#: The monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
+MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
+
+log = logs.get(__name__)
+
+
+class MonitorProcess:
+    """Starts the monitor, and takes what it prints. See :class:`toolkit.nodes.agent.node.NodeMonitor`."""
+
+    def __init__(self, helpers: Helpers, send: Callable[[Message], None]) -> None:
+        """Take ``send`` for what makes the node sick."""
+        self._helpers, self._send = helpers, send
+        self._start_at = time.monotonic() + MONITOR_AFTER_S
+        self._usage: Message | None = None  #: a sample that has not been taken
+        self._rest = b""  #: the beginning of a line
+        self._silence = 0  #: heartbeats since its last line
+
+    def at_heartbeat(self) -> Message:
+        """Start the monitor when it is due, and report one that hangs. Return the newest sample that was not taken.
+
+        Heartbeats are counted, not time: a suspended job stops both processes.
+        """
+        self._silence += 1
+        if self._silence == MONITOR_HANGS:
+            self._send({"is": "sick", "what": "its monitor hangs: a disk or the GPUs' driver does not answer"})
+        if time.monotonic() >= self._start_at:
+            self._start_at = math.inf
+            try:
+                self._helpers.start(MONITOR_COMMAND, self._take)
+            except OSError as error:  # no memory or no processes are left: the ranks may go on
+                self._note_end(str(error))
+        usage, self._usage = self._usage, None
+        return {} if usage is None else {"usage": usage}
+
+    def _note_end(self, why: str) -> None:
+        log.warning("the node's monitor has ended: what the job uses here is no longer known: %s", why)
+        self._silence = -sys.maxsize
+
+    def _take(self, data: bytes) -> bool:
+        if not data:
+            self._note_end("it has closed its output")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._silence = 0
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            match message:
+                case {"usage": usage}:
+                    self._usage = usage
+                case {"sick": what}:
+                    self._send({"is": "sick", "what": what})
+                case {"log": text}:
+                    log.warning("%s", text)
+                case _:  # a library of the driver may print, too
+                    log.warning("a line of the node's monitor that is none was ignored: %.80r", line)
+        return True

@@ -1,0 +1,219 @@
+"""Reads the Python stacks of ranks whose script does not write them itself.
+
+py-spy reads them without disturbing the process, where it is installed and the system permits it. Else, in an attempt
+that is to end, the process gets SIGABRT, which kills it: ``PYTHONFAULTHANDLER``, which `toolkit exec` sets, has Python
+write its stacks before. The file holds what the kernel reports of each process in any case. Its format is that of
+:mod:`toolkit.hang.stacks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from toolkit.base import fsio, proc_stat
+from toolkit.files.rundir import RunDir
+from toolkit.hang import stacks
+from toolkit.plugins.node_watch.faulthandler_text import main_stack
+
+#: Ranks that are read at the same time, and the most processes of each.
+AT_ONCE, MOST_PROCESSES = 16, 8
+PY_SPY_LIMIT_S = 5.0
+#: A process that got SIGABRT writes within milliseconds, unless the disk of its log is slow.
+ABORT_LIMIT_S, QUIET_S, LOOK_EVERY_S = 1.5, 0.2, 0.02
+#: Where Python waits for a program that it has started: that program does the rank's work.
+_LAUNCHERS = ("/subprocess.py", "/torch/distributed/elastic/")
+
+
+def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]]) -> None:
+    """Write the stacks of each rank's processes, which are given oldest first. This may end Python processes."""
+
+    def write_one(rank: int) -> None:
+        pids = ranks[rank]
+        notes, parents = _notes(pids), _parents(pids)
+        texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
+        # Only those that py-spy could not read are ended for their stacks, the youngest first. All processes of the
+        # rank are stopped before: a Python process may react to its child's end, and its stack would be another one
+        # then. A shell would go on with its next line as if the script had finished.
+        unread = [pid for pid, text in texts.items() if not text]
+        for pid in pids if unread else ():
+            _send(pid, signal.SIGSTOP)
+        for pid in reversed(unread):
+            texts[pid] = _abort(pid, run.rank_log(attempt, rank))
+        _write_file(run.attempt_logs(attempt), rank, texts, notes, parents)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(write_one, ranks))
+
+
+def write_without_end(folder: Path, ranks: Mapping[int, int]) -> None:
+    """Write the stacks of each rank's processes, as far as py-spy can read them.
+
+    ``ranks`` has the first process of each rank. No process is ended.
+    """
+
+    def write_one(rank: int) -> None:
+        pids = [ranks[rank]]
+        for pid in pids:  # grows meanwhile: a parent comes before its children
+            pids += stacks.children(pid)
+        texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
+        _write_file(folder, rank, texts, _notes(pids), _parents(pids))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(write_one, ranks))
+
+
+def _pythons(pids: Sequence[int]) -> list[int]:
+    pythons: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            if "python" in Path(f"/proc/{pid}/exe").readlink().name:
+                pythons.append(pid)
+    return pythons[:MOST_PROCESSES]
+
+
+def _notes(pids: Sequence[int]) -> str:
+    """Return name and state of each process, and the kernel function it waits in.
+
+    Arguments may hold a password: they are left out.
+    """
+    notes = ""
+    for pid in pids:
+        words: list[str] = []
+        for name in ("comm", "status", "wchan"):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
+                words += re.findall(r"^State:\s*(.+)$", text, re.MULTILINE) if name == "status" else [text]
+        notes += f"# process {pid}: {', '.join(words)}\n"
+    return notes
+
+
+def _parents(pids: Sequence[int]) -> dict[int, int]:
+    stats = {pid: proc_stat.read(pid) for pid in pids}
+    return {pid: stat.parent if stat is not None else 0 for pid, stat in stats.items()}
+
+
+def _write_file(folder: Path, rank: int, texts: Mapping[int, str], notes: str, parents: Mapping[int, int]) -> None:
+    """Write the stack of the rank's script into its own file. The other processes get files of their own."""
+    read = [pid for pid, text in texts.items() if text]
+    main = _script_of(read, texts, parents)
+    with contextlib.suppress(OSError):  # a full disk
+        for pid in read:
+            if pid != main:
+                _put(folder / f"stack-{rank}-process-{pid}.txt", texts[pid])
+        own = "" if main is None else f"# process {main}\n{texts[main]}"
+        _put(stacks.stack_path(folder, rank), notes + own + stacks.ANSWERED)
+
+
+def _put(path: Path, text: str) -> None:
+    with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else the supervisor's node would not see it over NFS
+
+
+def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[int, int]) -> int | None:
+    """Return the process of the rank's script. It is no launcher, and no script has started it.
+
+    Of several, as under torchrun, it is the first that waits for no other; None where there is no Python.
+    """
+    innermost = {pid: stack[0] for pid in pids if (stack := main_stack(texts[pid]))}
+    others = set()
+    for pid, frame in innermost.items():
+        if not any(part in frame.filename for part in _LAUNCHERS):
+            others.add(pid)
+    # A process that a script has started is no script itself.
+    scripts = [pid for pid in innermost if pid in others and parents[pid] not in others]
+    working = [pid for pid in scripts if "/torch/distributed/" not in innermost[pid].filename]
+    return next(iter([*working, *scripts, *pids]), None)
+
+
+# ----------------------------------------------------------------------------------------------------------- two ways
+
+
+def _by_py_spy(pid: int) -> str:
+    """Return the stacks that py-spy reads. Empty where there is no py-spy, or the system forbids it."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    program = shutil.which("py-spy", path=os.pathsep.join(folders))
+    if program is None:
+        return ""
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PY_SPY_LIMIT_S)
+        return from_py_spy(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def from_py_spy(text: str) -> str:
+    """Return py-spy's JSON in the format of faulthandler. Raises ValueError or KeyError for other text."""
+    lines = []
+    for thread in json.loads(text):
+        lines.append(f"Thread 0x{thread['thread_id']:x} (most recent call first):\n")
+        for frame in thread["frames"]:
+            name = frame["name"].rpartition(".")[2]  # py-spy puts the class before it
+            lines.append(f'  File "{frame["filename"]}", line {frame["line"]} in {name}\n')
+    return "".join(lines)
+
+
+def _abort(pid: int, log: Path) -> str:
+    """Kill a process that SIGSTOP holds. Return the stacks that Python writes at SIGABRT, empty if it writes none.
+
+    It writes to its standard error: a file of its own, the rank's ``log``, or a pipe to a process that writes the log.
+    If that cannot be opened, the process goes on.
+    """
+    # Forbid a core dump: the cores of all ranks, with all their memory, would fill a disk.
+    with contextlib.suppress(OSError, ValueError):
+        Path(f"/proc/{pid}/coredump_filter").write_text("0")
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
+    output = log
+    # Where standard error is a pipe, another process writes what comes out of it into the rank's log.
+    with contextlib.suppress(OSError):
+        standard_error = Path(f"/proc/{pid}/fd/2")
+        if stat.S_ISREG(standard_error.stat().st_mode):
+            output = standard_error
+    try:
+        file = output.open("rb")
+    except OSError:
+        _send(pid, signal.SIGCONT)
+        return ""
+    with file:
+        # Read what is appended to its output from now on, until it ends or has written nothing for a while.
+        file.seek(0, os.SEEK_END)
+        _send(pid, signal.SIGABRT)
+        _send(pid, signal.SIGCONT)
+        text, now = b"", time.monotonic()
+        deadline, grew = now + ABORT_LIMIT_S, now
+        while now < deadline:
+            is_gone = _is_gone(pid)
+            if piece := file.read():
+                text, grew = text + piece, now
+            elif is_gone or (text and now - grew > QUIET_S):
+                break
+            time.sleep(LOOK_EVERY_S)
+            now = time.monotonic()
+    begin = re.search(rb"^(Current thread|Thread) 0x", text, re.MULTILINE)
+    return text[begin.start() :].decode(errors="replace") if begin else ""
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+
+
+def _is_gone(pid: int) -> bool:
+    """True for a process that has ended, whether its parent has reaped it or not."""
+    stat = proc_stat.read(pid)
+    return stat is None or stat.state in "ZX"

@@ -1,0 +1,258 @@
+"""``python -m toolkit.plugins.node_watch.stack_digest``: what one node's ranks wait for in a hang.
+
+The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
+this process. It reads ``{"folder", "standings"}``: the log folder of the attempt and the ranks in question.
+It writes groups, also as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the
+supervisor is short also for many ranks.
+
+``"whole": true`` adds the stacks: only ranks with equal stacks form a group. ``"outside": true`` first reads the stacks
+of scripts that do not write them, from the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what
+the ranks have written so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from toolkit.base import reading
+from toolkit.hang import activity, stacks
+from toolkit.nodes.agent.reports import Standing
+from toolkit.plugins.node_watch import outside_stacks
+from toolkit.plugins.node_watch.faulthandler_text import Stack, is_ours, main_stack, program_line
+
+#: The ranks have this long to write their stacks; those that can do it within milliseconds.
+ANSWER_S = 3.0
+LOOK_EVERY_S = 0.1
+#: A file that is still empty this long after the request counts as unanswered. Before that, the answer is unknown.
+UNANSWERED_S = 1.0
+
+
+def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | None]:
+    """Return the main thread's stack of each rank whose file could be read in time.
+
+    None: there is no file, so the rank has not started. Empty: it does not answer. A rank that is left out is unknown:
+    there was no time to read its file, or it was read so early that an answer may have come later.
+
+    Takes at most ``ANSWER_S``. Ends as soon as all have answered except those that have been silent before.
+    """
+    by_rank: dict[int, Stack | None] = {}
+    reader = threading.Thread(target=_read, args=[folder, standings, by_rank], daemon=True)  # a read may hang for ever
+    reader.start()
+    reader.join(ANSWER_S)
+    return dict(by_rank)  # a copy: a thread that hung may continue
+
+
+def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack | None]) -> None:
+    began = time.monotonic()
+    deadline, sure_at = began + ANSWER_S, began + min(UNANSWERED_S, ANSWER_S / 2)
+    left = list(standings)
+    while True:
+        for standing in list(left):
+            looked = time.monotonic()
+            if looked >= deadline:
+                return
+            try:
+                text = stack_text(stacks.stack_path(folder, standing.rank))
+            except OSError:
+                continue
+            stack = None if text is None else main_stack(text)
+            # An empty file counts only for a silent rank, or when there was time enough to answer.
+            if stack != [] or standing.is_silent or looked >= sure_at:
+                by_rank[standing.rank] = stack
+            if text is not None and text.endswith(stacks.ANSWERED):
+                left.remove(standing)
+        # The ranks that are left do not answer anyway.
+        if all(standing.is_silent for standing in left):
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def stack_text(path: Path) -> str | None:
+    """Return what is in a rank's file; None where there is none."""
+    try:
+        return reading.read_text(path, errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------- what each one does
+
+#: Where ranks wait for others outside of torch.distributed, by the name of the function.
+WAITS = {
+    "toolkit.checkpoint.exchange:_await": "waiting for the others at a checkpoint",
+    "toolkit.ranks.stop.gate:_await_decision": "waiting for the others to agree on a step",
+    "toolkit.ranks.session:_agree_on_run_dir": "joining",
+    "toolkit.ranks.device:agree": "joining",
+    "toolkit.ranks.collectives:sum_by_name": "in all_reduce",
+    "toolkit.ranks.collectives:gather_by_name": "in all_gather",
+    "toolkit.strategies.spmd:wait": "in all_reduce",
+    "toolkit.plugins.methods.parameter_server.mail:receive": "waiting for a message",
+}
+
+
+def awaits(stack: Stack) -> str | None:
+    """Return what the rank waits for with others, such as ``in all_reduce``. None: it does something itself.
+
+    DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
+    Before a forward pass it exchanges buffers, and once the layout of its buckets.
+    """
+    if stack and stack[0].name == "_engine_run_backward":
+        return "in all_reduce"
+    if stack and stack[0].filename.endswith("/torch/nn/parallel/distributed.py"):
+        return "in DistributedDataParallel"
+    if stack and "/torch/distributed/" in stack[0].filename:
+        # Name the public function that the rank has called, where there is one.
+        names = [frame.name for frame in stack if "/torch/distributed/" in frame.filename]
+        public = [name for name in names if not name.startswith("_")]
+        return f"in {[*public, *names][0]}"
+    for frame in stack:
+        for place, what in WAITS.items():
+            module, _, function = place.partition(":")
+            if frame.name == function and frame.filename.endswith(f"/{module.replace('.', '/')}.py"):
+                return what
+    return None
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """All that is known of a rank."""
+
+    standing: Standing
+    stack: Stack | None  #: of its main thread; empty: it does not answer; None: it has not even started
+    is_read: bool = True  #: False: its stack is unknown
+
+    @property
+    def doing(self) -> str:
+        """Return what the rank does and where, for a reader; equal for ranks that do the same."""
+        line = program_line(self.stack or ())
+        return self._activity if line is None else f"{self._activity} ({line})"
+
+    @property
+    def _activity(self) -> str:
+        if self.stack and (waits := awaits(self.stack)):
+            return waits
+        if not self.is_read:
+            return "has not reported yet" if self.standing.phase is None else f"unknown ({self.standing.phase})"
+        if self.standing.phase is None:
+            return "has not started" if self.stack is None else "has not joined the others"
+        if self.standing.is_silent and not self.stack:
+            return "does not answer (stopped, or its node is gone)"
+        return self.standing.phase
+
+    @property
+    def order(self) -> tuple[bool, int, int, bool]:
+        """Return a key by which ranks that are further behind are smaller.
+
+        In order: has not joined, has done fewer steps, is in no collective, is in one that the toolkit has not called,
+        does not answer. What a rank does in a step is unknown without a stack; most likely it waits as well.
+        """
+        answers = bool(self.stack) or not self.standing.is_silent
+        guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
+        waits = int(guessed)
+        if not self.is_read or awaits(self.stack or ()):
+            waits = WAITING + is_ours(self.stack or ())  # all ranks make the toolkit's own calls
+        return *self.reported, waits, answers
+
+    @property
+    def reported(self) -> tuple[bool, int]:
+        """Return the part of :attr:`order` that follows from reports. It needs no answer from the rank."""
+        return self.standing.phase is not None, -1 if self.standing.step is None else self.standing.step
+
+
+# --------------------------------------------------------------------------------------------------------- the digest
+
+#: Smaller is further behind, see :attr:`RankStack.order`. The third is ``WAITING`` or more for ranks in a collective.
+Place: TypeAlias = tuple[bool, int, int, bool]
+WAITING = 2
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks of which the same is known."""
+
+    place: Place
+    doing: str
+    is_read: bool  #: their files could be read
+    has_answered: bool
+    ranks: tuple[int, ...]
+    still_s: float  #: of the first of them
+    stack: tuple[str, ...] = ()  #: of the main thread, innermost frame first; empty unless it was asked for
+
+
+def group(ranks: Iterable[RankStack], *, whole: bool = False) -> list[RankGroup]:
+    """Return the groups of these ranks, ordered by the first rank of each. ``whole``: with their stacks."""
+    return merge(
+        RankGroup(
+            place=seen.order,
+            doing=seen.doing,
+            is_read=seen.is_read,
+            has_answered=bool(seen.stack),
+            ranks=(seen.standing.rank,),
+            still_s=seen.standing.still_s,
+            stack=_lines(seen.stack or ()) if whole else (),
+        )
+        for seen in ranks
+    )
+
+
+def _lines(stack: Stack) -> tuple[str, ...]:
+    return tuple(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}' for frame in stack)
+
+
+def merge(groups: Iterable[RankGroup]) -> list[RankGroup]:
+    """Return the groups with equal ones merged, ordered by the first rank of each."""
+    alike: dict[Any, list[RankGroup]] = {}
+    for each in groups:
+        alike.setdefault((each.place, each.doing, each.is_read, each.has_answered, each.stack), []).append(each)
+    merged = []
+    for members in alike.values():
+        first = min(members, key=lambda member: member.ranks)
+        merged.append(replace(first, ranks=tuple(sorted(rank for member in members for rank in member.ranks))))
+    return sorted(merged, key=lambda member: member.ranks)
+
+
+def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
+    """Return the groups that :func:`digest` has written."""
+    return [
+        RankGroup(tuple(place), doing, is_read, has_answered, tuple(ranks), still_s, tuple(stack))
+        for place, doing, is_read, has_answered, ranks, still_s, stack in groups
+    ]
+
+
+def digest(folder: Path, standings: Sequence[Standing], *, whole: bool = False) -> str:
+    """Return the groups of these ranks as JSON, by the stacks that they write."""
+    read = collect(folder, standings)
+    seen = [RankStack(each, read.get(each.rank), each.rank in read) for each in standings]
+    return json.dumps([astuple(each) for each in group(seen, whole=whole)])
+
+
+def remove(folder: Path, standings: Sequence[Standing]) -> None:
+    """Empty the files of these ranks. A rank keeps its file open and appends to it, so the file itself stays."""
+    for standing in standings:
+        with contextlib.suppress(OSError):  # no file yet
+            os.truncate(stacks.stack_path(folder, standing.rank), 0)
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    folder, standings = Path(request["folder"]), [Standing(*standing) for standing in request["standings"]]
+    if request.get("remove"):
+        remove(folder, standings)
+        standings = []
+    if request.get("outside"):
+        outside_stacks.write_without_end(folder, {int(rank): pid for rank, pid in request["pids"].items()})
+    print(digest(folder, standings, whole=bool(request.get("whole"))), flush=True)
+    os._exit(0)  # a thread may hang in a read
+
+
+if __name__ == "__main__":
+    main()

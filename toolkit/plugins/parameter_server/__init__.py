@@ -1,1 +1,0 @@
-"""The strategy parameter_server: see `toolkit.plugins.parameter_server.roles`."""

@@ -1,1 +1,0 @@
-"""`train.pruning`: weights that become 0 and stay 0, see `toolkit.plugins.pruning.pruning`."""

@@ -1,0 +1,112 @@
+"""The page of `toolkit why RUN`: a run's state or end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.base import tracebacks
+from toolkit.cli import slow
+from toolkit.cli.tables import Table
+from toolkit.files.run_files import AttemptRecord, RunState
+from toolkit.metrics import goodput, start_up
+from toolkit.plugins.node_watch import efficiency
+from toolkit.plugins.report.why import cause
+from toolkit.run.attempt.facts import Cause
+from toolkit.run.records import changes
+
+#: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
+TRACEBACK_LINES = 25
+
+
+#: A completed run that took less time than this is shown without its accounts.
+SHORT_S = 180.0
+
+
+def page(told: dict[str, Any], *, whole: bool) -> str:
+    """Return the facts as text. Accounts of time and use only for long completed runs, unless ``whole``."""
+    attempts: Sequence[AttemptRecord] = told["attempts"]
+    is_long = sum(attempt.ended - attempt.started for attempt in attempts) >= SHORT_S
+    whole |= told["state"] == RunState.COMPLETED and is_long
+    waits = "not started yet" if told["state"] in ("unknown", RunState.QUEUED) else ""
+    why = [told["why"] or waits, *told["waits"]]
+    lines = [f"{told['run']}: {told['state']}", *(f"  {' '.join(text.split())}" for text in why if text), ""]
+    lines += _failure_lines(told["first_failure"])
+    lines += _cause_lines(told["diagnosis"], told["first_failure"])
+    lines += [text for text in (told["given"], told["restarts"], told["loss"]) if text]
+    lines += slow.lines(told["stragglers"], told["nodes"])
+    saved = told["last_checkpoint"]
+    if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
+        lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
+    if (reached := told["step_reached"]) is not None:
+        # None may be lost because the run is complete, or goes on: 0 would be read as if no step was made again.
+        lost = told["steps_lost"]
+        lines.append(f"steps lost: {lost} (reached step {reached})" if lost else f"reached step: {reached}")
+    if whole and (time_told := goodput.sentence(told["goodput"])):
+        lines.append(f"time: {time_told}")
+    lines += changes.lines(told["changes"])
+    lines += [f"staging: {line}" for line in told["staging"]]
+    lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
+    lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
+    lines += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
+    # No failure above explains why a run was moved.
+    lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
+    lines += [f"damaged: {what}" for what in told["damage"]]
+    if attempts:
+        lines += ["", str(Table(_attempt_rows(attempts[-12:])))]
+    if whole and told["start_up"]:
+        starts = told["start_up"].items()
+        lines += ["", *(f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in starts)]
+    # What it used is the answer where that was too much.
+    is_short_of = told["cause"] in (Cause.OUT_OF_MEMORY, Cause.TIMEOUT)
+    if (whole or is_short_of) and (used := efficiency.lines(told["efficiency"])):
+        lines += ["", *used]
+    return "\n".join([*lines, "", f"next: {told['next']}"])
+
+
+def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
+    if failure is None:
+        return []
+    known = failure["host"] or "a rank that nobody knows"
+    who = known if failure["rank"] is None else f"rank {failure['rank']} on {known}"
+    lines = [f"first failure: {who}, attempt {failure['attempt']}: {' '.join(failure['how'].split())}"]
+    lines += [f"  {line}" for line in tracebacks.folded(failure["traceback"])[-TRACEBACK_LINES:] if line]
+    if failure["others"]:
+        ranks = "1 other rank" if failure["others"] == 1 else f"{failure['others']} other ranks"
+        lines.append(f"  {ranks} failed after it, most likely because of it")
+    return [*lines, f"  log: {failure['log']}", ""]
+
+
+def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | None) -> list[str]:
+    """Return the cause and what to do. If it is not known, return the last lines of the failing rank's log.
+
+    These are left out where an error is shown above.
+    """
+    if diagnosis is not None:
+        return [*cause.lines(diagnosis), ""]
+    if failure is None or failure["traceback"]:
+        return []
+    last = cause.last_lines_of(Path(failure["log"]))
+    # A signal is the cause that was named above.
+    if failure["how"].startswith("killed by "):
+        return ["  its last lines:", *(f"    {line}" for line in last), ""] if last else []
+    return [*cause.unknown_lines(failure["log"], last), ""]
+
+
+_HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
+
+
+def _attempt_rows(attempts: Sequence[AttemptRecord]) -> list[tuple[str, ...]]:
+    """Return the rows of the table, with the copy of the sources where there were several."""
+    rows = [_HEAD, *(_attempt_cells(attempt) for attempt in attempts)]
+    if all(attempt.code == 1 for attempt in attempts):
+        return rows
+    codes = ["CODE", *(str(attempt.code) for attempt in attempts)]
+    return [(*row, code) for row, code in zip(rows, codes, strict=True)]
+
+
+def _attempt_cells(attempt: AttemptRecord) -> tuple[str, ...]:
+    steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
+    counts = (str(len(attempt.nodes)), str(attempt.world_size))
+    return (str(attempt.attempt), attempt.job_id or "local", *counts, steps, attempt.cause, attempt.decision)

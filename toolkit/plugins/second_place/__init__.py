@@ -1,1 +1,0 @@
-"""A second place for a run's checkpoints, on another disk."""

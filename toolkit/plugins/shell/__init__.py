@@ -1,1 +1,0 @@
-"""`toolkit shell`: a shell in an allocation of a run's size, with its environment, folder and sources."""

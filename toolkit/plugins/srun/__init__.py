@@ -1,1 +1,0 @@
-"""Ranks that srun starts: over MPI, and in containers of the site."""

@@ -1,1 +1,0 @@
-"""`toolkit.Streams`: data without an index, of which each rank reads its own stream."""

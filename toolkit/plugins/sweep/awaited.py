@@ -1,0 +1,185 @@
+"""Finds out whether the runs that another run waits for have completed.
+
+A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
+job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
+their results when the waiting job starts, see `toolkit.plugins.sweep.waiting`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toolkit.base import trust
+from toolkit.base.errors import RequestError, RunNotFoundError
+from toolkit.config import JobConfig
+from toolkit.files import rundir
+from toolkit.files.run_files import AfterRecord, RunResult, RunState
+from toolkit.files.rundir import RunDir
+from toolkit.run.records import ownership, run_jobs, submitted_run
+from toolkit.run.records.run_jobs import RunJobs, ShowJobs
+from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
+from toolkit.slurm import cluster_name
+
+#: Begins the cause of a run that has failed because it waited in vain.
+NEVER_STARTED = "never started"
+
+
+@dataclass(frozen=True)
+class UnfinishedRun:
+    """A run that has not completed, and what may still bring it to its end."""
+
+    run: RunDir
+    result: RunResult | None
+    jobs: tuple[RunJobs, ...] = ()  #: its Slurm jobs
+    is_again: bool = False  #: whether its sweep has submitted it again: then its result is not final
+    works_here: bool = False  #: whether it has a process on a machine without Slurm, or its sweep will start one
+    is_starting: bool = False  #: whether it is being submitted at this moment
+    cluster: str = ""  #: the other cluster that has its job
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How the runs stand that have not completed."""
+
+    ended: Sequence[str]  #: a line for each run with a result that has not completed and has no job any more
+    lost: Sequence[str]  #: a line for each run without a result, a job or a process
+    jobs: Sequence[str]  #: the ids of the jobs that are not over
+    working: Sequence[UnfinishedRun]  #: those that may still complete
+
+    @property
+    def is_met(self) -> bool:
+        """True if all have completed."""
+        return not (self.ended or self.lost or self.working)
+
+
+def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+    """Return how all awaited runs stand. Asks Slurm once.
+
+    Raises SlurmError, and DamagedFileError where a sweep cannot be read.
+    """
+    awaited = list(_unfinished(record))
+    jobs = [job for each in awaited if each.result is None or each.is_again for job in each.jobs]
+    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
+    jobs = [job for job in jobs if not job.is_elsewhere(here)]
+    asked = sorted({id_ for job in jobs for id_ in job.ids})
+    answers = show_jobs(asked) if asked else {}
+    going = {id_ for job in jobs for id_ in submitted_run.of_jobs(job, answers, here).unfinished}
+    ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
+    for each in awaited:
+        name = f"run {each.run.name}/{each.run.id}"
+        here_ids = {id_ for job in each.jobs if not job.is_elsewhere(here) for id_ in job.ids}
+        cluster = next((job.cluster for job in each.jobs if job.is_elsewhere(here)), "") if each.result is None else ""
+        if going & here_ids or cluster or each.works_here or each.is_starting:
+            working.append(replace(each, cluster=cluster))
+        elif each.result is not None:
+            state, why = each.result.state, each.result.why or ""
+            how = "has ended, and how cannot be read" if state is RunState.UNREADABLE else f"is {state}"
+            # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
+            why = NEVER_STARTED if why.startswith(NEVER_STARTED) else why
+            how += f" ({why})" if why and why != state else ""
+            ended.append(f"{name} {how}; `toolkit resume {each.run.id}` goes on with it")
+        elif each.run.path.is_dir():
+            lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
+        else:
+            lost.append(f"{name} has no folder, and no job that would make it")
+    return Outlook(ended, lost, sorted(going), working)
+
+
+def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
+    for path in record.runs:
+        run = RunDir(Path(path))
+        result = run.result()
+        if result is not None and result.state is not RunState.COMPLETED:
+            yield UnfinishedRun(run, result)
+        elif result is None:
+            yield _at_work(run, [run_jobs.of(run)])
+    for sweep in map(Path, record.sweeps):
+        from toolkit.plugins.sweep.states import unfinished_points
+
+        for run, result, jobs, is_again, works_here in unfinished_points(sweep):
+            if result is None and not works_here:
+                yield _at_work(run, jobs)
+            else:
+                yield UnfinishedRun(run, result, tuple(jobs), is_again, works_here)
+
+
+def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
+    """Return how a run without a result may still end."""
+    owner = ownership.read(run)
+    is_starting = ownership.is_being_submitted(run, owner)
+    if owner is None or owner.executor == "slurm":
+        return UnfinishedRun(run, None, tuple(jobs), is_starting=is_starting)
+    return UnfinishedRun(run, None, works_here=is_starting or not SubmittedRun(run, *submitter_of(run)).is_over())
+
+
+# ---------------------------------------------------------------------------------------------------------- submitting
+
+
+def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
+    """Return the record of these runs and sweeps; None if all have completed.
+
+    It is for a run or a sweep that is submitted now. Raises RequestError for a name that cannot be waited for: it is
+    unknown, has ended without having completed, could be changed by other users, or runs where Slurm does not see it.
+    """
+    if executor == "debug":
+        raise RequestError("--after: with the executor debug a run starts right here; leave one of the two out")
+    found = [_find(name) for name in names]
+    # Another user who can write to the folder could forge its result.
+    for each in found:
+        trust.refuse_of_others(each, f"--after: others could say how {each.name} has ended")
+    sweeps = [path for path in found if path.parent.name == rundir.SWEEPS]
+    record = AfterRecord(
+        runs=tuple(str(path) for path in found if path not in sweeps), sweeps=tuple(str(path) for path in sweeps)
+    )
+    stands = refuse_ended(record, show_jobs)
+    # Slurm's dependencies know jobs only: a job cannot wait for a process outside Slurm.
+    unseen = next((each.run for each in stands.working if each.works_here), None)
+    if executor == "slurm" and unseen is not None:
+        raise RequestError(
+            f"--after: run {unseen.name}/{unseen.id} runs on a machine without Slurm, where a job of Slurm cannot wait "
+            "for its end; use --executor local, or wait until it has completed"
+        )
+    far = next((each for each in stands.working if each.cluster), None)
+    if far is not None:
+        raise RequestError(
+            f"--after: run {far.run.name}/{far.run.id} has its job on the cluster {far.cluster}, for which a job of "
+            "this cluster cannot wait; submit there, or wait until it has completed"
+        )
+    return None if stands.is_met else record
+
+
+def begin_with(config: JobConfig, record: AfterRecord) -> bool:
+    """True if ``model.init_from`` names a run that is waited for; write its path there.
+
+    That run needs no checkpoint yet. A name must not come to mean an older run that has one.
+    """
+    if config.model.init_from is None:
+        return False
+    with contextlib.suppress(RunNotFoundError):
+        path = str(rundir.find(config.model.init_from).path)
+        if path in record.runs:
+            config.model.init_from = path
+            return True
+    return False
+
+
+def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+    """Return how all awaited runs stand. Raises RequestError if one has ended without having completed."""
+    stands = outlook(record, show_jobs)
+    for why in (*stands.ended, *stands.lost):
+        raise RequestError(f"--after: {why}; until it works again it cannot be waited for")
+    return stands
+
+
+def _find(name: str) -> Path:
+    """Return the folder of the sweep of this name, else of the run. A sweep's runs mostly have its name."""
+    sweep = rundir.runs_root() / rundir.SWEEPS / name
+    if "/" not in name and (sweep / "sweep.json").exists():
+        return sweep
+    try:
+        return rundir.find(name).path
+    except RunNotFoundError as error:
+        raise RunNotFoundError(f"--after: {error}") from None

@@ -1,0 +1,107 @@
+"""Has a run wait for others when its job has started, before its first attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from queue import Empty
+
+from toolkit.base import logs, outages
+from toolkit.files.run_files import AfterRecord, RunState, waits_until
+from toolkit.plugins.sweep import awaited
+from toolkit.plugins.sweep.awaited import Outlook
+from toolkit.run.attempt.facts import Cause, Decision, Verdict
+from toolkit.run.attempt.journal import write_ended
+from toolkit.run.job.slurm_job import JobFate
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S
+from toolkit.run.requeue.requeue import JobRequeue
+from toolkit.run.supervise.context import Context
+from toolkit.run.supervise.stop_path import Signalled, is_slurms_signal
+from toolkit.slurm import shared_queue
+from toolkit.slurm.commands import Slurm
+
+LOOK_EVERY_S = 1.0
+_SILENT = "Slurm does not say how the jobs stand that are waited for"
+
+log = logs.get(__name__)
+
+
+def wait_for_other_runs(context: Context) -> Verdict | None:
+    """Wait for the other runs, and return None when this run may start.
+
+    Also return None if a user has ended the run. Else return how the job ends without an attempt, which is a failure if
+    one of the other runs did not complete. A job of Slurm does not wait for long: it goes back into the queue until the
+    others' present jobs have ended. On this machine the process waits.
+    """
+    record, requeue = context.run.after(), context.requeue
+    lost_since: float | None = None
+    while record is not None and not context.asked():
+        stands = _look(context, record)
+        if stands is not None and stands.is_met:
+            log.info("%s completed: this run starts", " and ".join(record.names()))
+            context.run.after_path.unlink(missing_ok=True)
+            return None
+        if stands is not None and stands.ended:
+            return _fail(context, stands.ended[0])
+        # A result may be on its way through the shared file system when its job has ended.
+        is_lost = stands is not None and bool(stands.lost)
+        lost_since = (lost_since or time.monotonic()) if is_lost else None
+        if stands is not None and lost_since is not None and time.monotonic() - lost_since >= FILES_LAG_S:
+            return _fail(context, stands.lost[0])
+        if requeue is not None and (stands is None or stands.jobs):
+            return _give_back(context, requeue, record, stands)
+        # A signal to end may come meanwhile.
+        with contextlib.suppress(Empty):
+            event = context.events.get(timeout=LOOK_EVERY_S)
+            if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
+                if requeue is not None:
+                    return _give_back(context, requeue, record, stands)
+                stop_request.ask(context.run, Intent.STOP)
+        _note(context, RunState.QUEUED, record)
+    return None
+
+
+def _look(context: Context, record: AfterRecord) -> Outlook | None:
+    """Return how the other runs stand; None where Slurm does not answer."""
+    if context.job.slurm is not None:
+        show_jobs = context.job.slurm.show_jobs
+        look = partial(awaited.outlook, record, show_jobs)
+        return outages.ask(look, _SILENT, wait_s=outages.GIVE_UP_AFTER_S)
+    # This process may wait for days: Slurm is asked seldom, and all of the user's processes share its answer.
+    queue = shared_queue.of_user(Slurm())
+    look = partial(awaited.outlook, record, partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S))
+    return outages.ask(look, _SILENT, wait_s=0.0)
+
+
+def _note(context: Context, state: RunState, record: AfterRecord) -> None:
+    """Write into the status that the run waits, and for which runs."""
+    status = context.run.status()
+    why = waits_until(record.names())
+    with contextlib.suppress(OSError):  # a disk that fails for a moment must not end the run
+        context.run.write_status(status.replace(state=state, why=why, updated=time.time()))
+
+
+def _fail(context: Context, why: str) -> Verdict:
+    line = f"{awaited.NEVER_STARTED}: {why}, then `toolkit resume {context.run.id}`"
+    log.error("%s", line)
+    outages.persist(lambda: write_ended(context.run, RunState.FAILED, line), context.run.path)
+    return Verdict(Cause.CANCELLED, Decision.GIVE_UP, line)
+
+
+def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stands: Outlook | None) -> Verdict:
+    """Give the nodes back, until the jobs have ended that the others have at present."""
+    run, jobs = context.run, [] if stands is None else list(stands.jobs)
+    log.info("%s: back into the queue after job %s", waits_until(record.names()), ", ".join(jobs) or "?")
+    context.prepare_requeue()
+    _note(context, RunState.REQUEUED, record)
+    seen = requeue.requeue(jobs)
+    if seen is JobFate.REQUEUED:
+        return Verdict(Cause.STOPPED, Decision.REQUEUE, "not its turn yet")
+    state = stop_request.end_state(context.asked()) if seen is JobFate.CANCELLED else RunState.STOPPED
+    why = f"{state} while it waited" if seen is JobFate.CANCELLED else requeue.not_taken_back
+    why += f": it {waits_until(record.names())}; `toolkit resume {run.id}` has it wait again"
+    outages.persist(lambda: write_ended(run, state, why), run.path)
+    return Verdict(Cause.STOPPED, Decision.FINISH, why)

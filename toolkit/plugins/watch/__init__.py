@@ -1,1 +1,0 @@
-"""`toolkit watch`: runs on the screen, kept up to date."""

@@ -1,1 +1,0 @@
-"""Finds in a log what ended a job, by rules. `diagnosis` applies them, and ``rules/*.toml`` holds them."""
