@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage box bench bench-record bench-compare gpu docs fuzz soak soak-local lock clean
+.PHONY: help train test test-all check coverage box bench bench-record bench-compare gpu docs fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -54,11 +54,14 @@ WITH_OLD_TORCH := tests/unit/ranks tests/unit/checkpoint/test_export.py tests/un
 	tests/dist/test_own_scripts.py tests/dist/test_data_parallel.py -k "not fsdp and not gpus_alone"
 ifdef TORCH
 test: .venv-torch-$(TORCH)/ready
-	$(<D)/bin/python -m pytest -n 2 --dist worksteal -m "not soak and not slurm" $(WITH_OLD_TORCH)
+	$(<D)/bin/python -m pytest -n 2 --dist worksteal -m "not (soak or slurm)" $(WITH_OLD_TORCH)
 else
-test: .venv/ready-dev  ## every suite, of the long ones a sample, with a real Slurm in a box where that can be had. TORCH=2.6: what meets torch, on that
-	$(PYTEST) $(ABREAST) -m "not soak" $(if $(COVERAGE),$(MEASURE))
+test: .venv/ready-dev  ## the suites without processes, and each promise once with ranks and a real Slurm, within 8 minutes. TORCH=2.6: what meets torch, on that
+	$(PYTEST) $(ABREAST) -m "smoke or not (soak or dist or slurm)"
 endif
+
+test-all: .venv/ready-dev  ## every suite, of the long ones a sample, with a real Slurm in a box where that can be had
+	$(PYTEST) $(ABREAST) -m "not soak" $(if $(COVERAGE),$(MEASURE))
 
 check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
@@ -67,7 +70,7 @@ check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/basedpyright --level error
 
 coverage: .venv/ready-dev  ## the unit suite, and how much of the package it runs; fails below the floor
-	$(PYTEST) $(ABREAST) -m "not soak and not dist and not slurm" tests/unit tests/plugins tests/house $(MEASURE)
+	$(PYTEST) $(ABREAST) -m "not (soak or dist or slurm)" tests/unit tests/plugins tests/house $(MEASURE)
 MEASURE := --cov=toolkit --cov-report=term --cov-fail-under=80
 
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node

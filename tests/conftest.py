@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.smoke import SMOKE
 from toolkit.base import torch_version
 
 #: Draws the sample; the same in all workers of one run.
@@ -43,18 +44,25 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave all but ``count`` members of each family marked ``sample(count)`` to ``make soak``.
+    """Mark the tests of ``make test``, and leave all but ``count`` members of each family to ``make soak``.
 
-    A family is a module, or a function with its cases. ``make test`` draws the members with a fresh seed. A run
-    without ``-m "not soak"``, as of a test by its name, leaves none out.
+    A family, marked ``sample(count)``, is a module, or a function with its cases. Its members are drawn with a fresh
+    seed. A run without ``not soak``, as of a test by its name, leaves none out.
     """
-    if config.option.markexpr != "not soak":
+    found = {item.nodeid for item in items if item.nodeid in SMOKE}
+    for item in items:
+        if item.nodeid in found:
+            item.add_marker(pytest.mark.smoke)
+    if "smoke" in config.option.markexpr and found != SMOKE:
+        raise pytest.UsageError(f"tests/smoke.py names tests that are not there: {', '.join(sorted(SMOKE - found))}")
+    if "not soak" not in config.option.markexpr:
         return
     families: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         for node, mark in item.iter_markers_with_node("sample"):
             family = item.nodeid.partition("[")[0] if node is item else node.nodeid
-            families[family, mark.args[0]] += [item] * (item.get_closest_marker("soak") is None)
+            is_drawn = item.get_closest_marker("soak") is None and item.nodeid not in SMOKE
+            families[family, mark.args[0]] += [item] * is_drawn
     for (family, count), members in families.items():
         dice = random.Random(f"{family} {os.environ[SEED_VARIABLE]}")
         for item in dice.sample(members, max(len(members) - count, 0)):
