@@ -1,12 +1,12 @@
-"""What `make test` runs of the tests that open processes, or a Slurm: each promise once. `make test-all` runs them all."""
+"""What `make test` runs of the tests with processes or a Slurm: each promise once. `make test-all` runs them all."""
 
 from __future__ import annotations
 
-_RESUMED = "tests/dist/test_strategy_contract.py::test_training_continued_in_fresh_processes_has_the_bits_of_an_uninterrupted_one"
+_RESUMED = "test_training_continued_in_fresh_processes_has_the_bits_of_an_uninterrupted_one"
 _STRATEGIES = ("ddp", "fsdp", "zero", "parameter_server", "tensor", "pipeline", "local_sgd", "topk")
 SMOKE = frozenset(
     {
-        *(f"{_RESUMED}[{strategy}]" for strategy in _STRATEGIES),
+        *(f"tests/dist/test_strategy_contract.py::{_RESUMED}[{strategy}]" for strategy in _STRATEGIES),
         "tests/dist/test_local_hangs.py::test_the_rank_that_is_behind_is_named_and_the_run_completes[stopped]",
         "tests/dist/test_local_runs.py::test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes",
         "tests/dist/test_local_runs.py::test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result",

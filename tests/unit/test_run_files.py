@@ -211,7 +211,6 @@ POINT: dict[str, Any] = {
     "id": "0123456789abcdef",
     "values": {"optim.lr": 0.1, "train.betas": [0.9, 0.99], "model.name": None},
     "metric": "-eval/loss",
-    "halving": 3,
 }
 
 

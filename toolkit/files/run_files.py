@@ -330,10 +330,6 @@ class RunResult(FileRecord):
     why: str | None = None
 
 
-#: Begins the line about a run that its sweep has ended by halving.
-HALVED = "ended by halving"
-
-
 # ----------------------------------------------------------------------------------------- owner.json, submission.json
 
 Executor: TypeAlias = Annotated[str, records.one_of("slurm", "local", "debug")]
@@ -434,4 +430,3 @@ class SweepPoint(FileRecord):
     id: str
     values: Mapping[str, Anything] = field(default_factory=dict)  #: of the swept keys
     metric: str | None = None  #: by which runs are compared, as in ``checkpoint.keep_best``
-    halving: int | None = None  #: of the runs that reach a rung, one in so many goes on

@@ -21,7 +21,7 @@ from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import HALVED, AfterRecord, RunState, RunStatus, Submission
+from toolkit.files.run_files import AfterRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import again, awaited, element, request, submission, waiting
@@ -265,8 +265,8 @@ def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
     (array,) = sent.sweep.arrays()
     for index, point in enumerate(array.points()):
         sent.sweep.make_run(point, 1.0)
-        # One has completed, one was ended by halving, one was removed: none is left to wait for.
-        ends = [(RunState.COMPLETED, "completed"), (RunState.STOPPED, f"{HALVED} at step 3"), (RunState.FAILED, "x")]
+        # Two have completed, one was removed: none is left to wait for.
+        ends = [(RunState.COMPLETED, "completed"), (RunState.COMPLETED, "completed"), (RunState.FAILED, "x")]
         write_ended(sent.sweep.run_of(point), *ends[index])
         slurm.start(f"{sent.jobs[0]}_{index}")
         slurm.finish(f"{sent.jobs[0]}_{index}")

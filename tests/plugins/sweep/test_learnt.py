@@ -94,7 +94,7 @@ def test_a_range_of_too_many_values_is_refused_before_they_are_made() -> None:
     ("options", "words"),
     [
         ({"optuna": 4}, "--optuna: runs are compared by --metric"),
-        ({"optuna": 4, "random": 4, "metric": "eval/loss"}, "--random, --sobol and --optuna: a sample is one of them"),
+        ({"optuna": 4, "random": 4, "metric": "eval/loss"}, "--random and --optuna: a sample is one of them"),
         ({"optuna": 0, "metric": "eval/loss"}, "a sample of 0 points is empty"),
         ({"optuna": 10**9, "metric": "eval/loss"}, "more than the"),
     ],

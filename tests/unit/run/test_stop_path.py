@@ -55,10 +55,10 @@ class Played:
         self.path = StopPath(context, self.attempt, ranks, store)
 
 
-@pytest.mark.parametrize("first", [Stop.CLOCK, Stop.HALVING, Stop.SIGNAL])
+@pytest.mark.parametrize("first", [Stop.CLOCK, Stop.SIGNAL])
 def test_of_two_reasons_to_stop_the_first_counts_unless_a_user_gives_the_second(first: Stop) -> None:
     played = Played(first)
-    for later in (Stop.SIGNAL, Stop.CLOCK, Stop.HALVING):
+    for later in (Stop.SIGNAL, Stop.CLOCK):
         played.path.ask(later)
         assert played.attempt.stop is first
     played.path.ask(Stop.USER)

@@ -645,13 +645,11 @@ def test_the_first_failure_is_kept_where_a_lost_node_requeues_the_job() -> None:
             Cause.NODE_FAILURE,
             Decision.REQUEUE,
         ),
-        (replace(DEAD, stop=Stop.HALVING, slurm=JobFate.RUNNING), Cause.CRASHED, Decision.RESTART),
         (Facts(1, (KILLED, CUDA_OOM), slurm=JobFate.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
         (replace(DONE, slurm=JobFate.NODE_FAILED, lost_nodes=("node2",)), Cause.NODE_FAILURE, Decision.REQUEUE),
     ],
     ids=[
         "a node lost in a job that is told to end",
-        "a rank killed while it was halved",
         "one killed, one without memory",
         "a result, and a lost node",
     ],

@@ -24,15 +24,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     arguments.add_config(parser)
     parser.add_argument("--name", help="of the sweep; default: the config's. More values go to the sweep of this name")
     parser.add_argument("--random", type=int, metavar="N", help="N random points, also of log(1e-5,1e-1), linear(0,1)")
-    parser.add_argument("--sobol", type=int, metavar="N", help="N points of the Sobol sequence, which fills evenly")
     optuna = "have N points, those that are new chosen by Optuna from the results so far; see --metric"
     parser.add_argument("--optuna", type=int, metavar="N", help=optuna)
     parser.add_argument("--seed", type=int, metavar="N", help="of --random and --optuna; default 0")
     parser.add_argument("--max-running", type=int, metavar="N", help="the most runs that work at a time")
     metric = "to compare runs by; a minus before it if less is better: -eval/loss"
     parser.add_argument("--metric", help=metric)
-    halving = "end a run early unless it is among the best N-th of those at a 1/N, 1/N^2, ... of its steps; 3 is usual"
-    parser.add_argument("--halving", type=int, metavar="N", help=halving)
     arguments.add_after(parser)
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local")
     parser.add_argument("--dry-run", action="store_true", help="check and list the points, submit nothing")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from toolkit.base.errors import RequestError
-from toolkit.plugins.sweep.sobol import sobol
 
 #: A sweep with more points is a mistake, and would need more files than a disk should hold.
 MOST_POINTS = 100_000
@@ -166,28 +165,22 @@ def grid(axes: Mapping[str, Axis]) -> Iterator[Values]:
     return (dict(zip(listed, values, strict=True)) for values in itertools.product(*texts))
 
 
-def sample(axes: Mapping[str, Axis], count: int, seed: int, *, is_sobol: bool) -> Iterator[Values]:
-    """Yield ``count`` different points, fewer where there are no more. A larger count begins with the same points."""
+def sample(axes: Mapping[str, Axis], count: int, seed: int) -> Iterator[Values]:
+    """Yield ``count`` different points, fewer where there are no more. A larger count begins with the same ones."""
     refuse_many(count, "this sample")
     if count < 1:
         raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
-    shares = sobol(len(axes)) if is_sobol else _random_shares(len(axes), seed)
+    source = random.Random(seed)  # no secret
     seen = set[tuple[str, ...]]()
     # With few combinations a sample repeats some. After ten times as many draws the rest is not worth the search.
-    for point in itertools.islice(shares, 10 * count):
-        texts = tuple(axis.at_share(share) for axis, share in zip(axes.values(), point, strict=True))
+    for _ in range(10 * count):
+        texts = tuple(axis.at_share(source.random()) for axis in axes.values())
         if texts in seen:
             continue
         seen.add(texts)
         yield dict(zip(axes, texts, strict=True))
         if len(seen) == count:
             return
-
-
-def _random_shares(dimensions: int, seed: int) -> Iterator[Sequence[float]]:
-    source = random.Random(seed)  # no secret
-    while True:
-        yield [source.random() for _ in range(dimensions)]
 
 
 def refuse_many(count: int, what: str) -> None:

@@ -30,7 +30,7 @@ def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     for point, _, _ in sweep_folder.newest(sweep.arrays(), []).values():
         result = sweep.run_of(point).result([])
         # The last figure of a run that failed, or that a user has stopped, is not that of a whole run.
-        is_tried = result is not None and (result.state is RunState.COMPLETED or sweep_folder.is_halved(result.why))
+        is_tried = result is not None and result.state is RunState.COMPLETED
         score = result.metrics.get(metric.removeprefix("-")) if result is not None and is_tried else None
         found.append(Tried(point.values, result is not None, score if isinstance(score, (int, float)) else None))
     return found
@@ -53,7 +53,7 @@ def draw(
     except ImportError:
         raise RequestError(
             "--optuna: the package optuna is not installed here; "
-            "`pip install 'slurm-batch-toolkit[optuna]'`, or take --random or --sobol"
+            "`pip install 'slurm-batch-toolkit[optuna]'`, or take --random"
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space: dict[str, BaseDistribution] = {

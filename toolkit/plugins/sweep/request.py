@@ -24,12 +24,10 @@ class Options:
 
     name: str | None = None
     random: int | None = None
-    sobol: int | None = None
     optuna: int | None = None
     seed: int | None = None
     max_running: int | None = None
     metric: str | None = None  #: as in ``checkpoint.keep_best``: with a minus before it if less is better
-    halving: int | None = None  #: of the runs that reach a rung, one in so many goes on
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,14 @@ class SweepRequest:
                 "a sweep needs a key with several values, such as optim.lr=1e-4,1e-3 or train.seed=0..4; "
                 "`toolkit submit` submits a single run"
             )
-        random, sobol, optuna = self.options.random, self.options.sobol, self.options.optuna
-        if sum(count is not None for count in (random, sobol, optuna)) > 1:
-            raise RequestError("--random, --sobol and --optuna: a sample is one of them")
+        random, optuna = self.options.random, self.options.optuna
+        if random is not None and optuna is not None:
+            raise RequestError("--random and --optuna: a sample is one of them")
         if optuna is not None:
             less = metric.startswith("-")
             return iter(learnt.draw(self.axes, optuna, self.options.seed or 0, before, less_is_better=less))
-        if random is not None or sobol is not None:
-            count = random if sobol is None else sobol
-            return axes.sample(self.axes, count or 0, self.options.seed or 0, is_sobol=sobol is not None)
+        if random is not None:
+            return axes.sample(self.axes, random, self.options.seed or 0)
         return axes.grid(self.axes)
 
 
@@ -82,8 +79,6 @@ def read(config: str | Path, overrides: Sequence[str], options: Options) -> Swee
         raise RequestError(f"--name: {options.name!r} cannot be a folder; use letters, digits, -, _ and .")
     if options.max_running is not None and options.max_running < 1:
         raise RequestError(f"--max-running: {options.max_running} runs would never end; use 1 or more")
-    if options.halving is not None and options.halving < 2:
-        raise RequestError(f"--halving: {options.halving} would end no run; use 2 or more, 3 is usual")
     return SweepRequest(path, fixed, found, options)
 
 

@@ -50,9 +50,7 @@ class PointStanding:
 
     @property
     def is_to_retry(self) -> bool:
-        """True if the point has ended without its result, or will never start. Not one that halving has ended."""
-        if sweep_folder.is_halved(self.why):
-            return False
+        """True if the point has ended without its result, or will never start."""
         ended_early = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
         return state_word(self.state) in ended_early
 
@@ -177,7 +175,7 @@ class UnfinishedPoint(NamedTuple):
 
 
 def unfinished_points(path: Path) -> Iterator[UnfinishedPoint]:
-    """Yield the points that have neither completed nor been ended by halving. One whose run was removed is over."""
+    """Yield the points that have not completed. One whose run was removed is over."""
     sweep, damage = SweepDir(path), list[str]()
     newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
     if damage or not newest:
@@ -187,7 +185,7 @@ def unfinished_points(path: Path) -> Iterator[UnfinishedPoint]:
         run = sweep.run_of(point)
         result, listed = run.result(), array.record()
         is_here = works_here and listed is not None and listed.executor == "local"
-        is_done = result is not None and (result.state is RunState.COMPLETED or sweep_folder.is_halved(result.why))
+        is_done = result is not None and result.state is RunState.COMPLETED
         if is_done or (point.id in begun and sweep.was_removed(point)):
             continue
         # Ids of whole arrays: there may be thousands of points.

@@ -80,10 +80,7 @@ def check(
         if not metric:
             raise RequestError(f"--optuna: {_NO_METRIC}")
         before = learnt.tried(sweep, metric)
-    found = list(points.checked(request, project, executor, waits_for, before, metric))
-    if request.options.halving is not None and found and _metric(request, points.config_of(found[0])) is None:
-        raise RequestError(f"--halving: {_NO_METRIC}")
-    return found
+    return list(points.checked(request, project, executor, waits_for, before, metric))
 
 
 def _config(request: SweepRequest, project: Path, found: Sequence[CheckedPoint]) -> JobConfig:
@@ -185,11 +182,10 @@ def _prepare(sweep: SweepDir, request: SweepRequest, project: Path, config: JobC
         created=time.time(),
         stamp=rundir.id_time(time.time()),
         metric=None,
-        halving=None,
         max_running=None,
     )
     # What this call says replaces what earlier ones said.
-    said = {"metric": _metric(request, config), "halving": options.halving, "max_running": options.max_running}
+    said = {"metric": _metric(request, config), "max_running": options.max_running}
     record = record.replace(config=str(request.config), **{key: v for key, v in said.items() if v is not None})
     for name in ("arrays", "logs"):
         fsio.make_dir(sweep.path / name)

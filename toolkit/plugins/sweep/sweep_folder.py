@@ -19,7 +19,6 @@ from toolkit.base.errors import DamagedFileError, RequestError, nearest
 from toolkit.files import rundir
 from toolkit.files.json_record import FileRecord
 from toolkit.files.run_files import (
-    HALVED,
     AfterRecord,
     Anything,
     Executor,
@@ -43,7 +42,6 @@ class SweepRecord(FileRecord):
     created: Moment
     stamp: Word  #: begins the id of each of its runs, so that a point has the same run folder for ever
     metric: str | None = None
-    halving: int | None = None
     max_running: int | None = None
 
 
@@ -200,7 +198,7 @@ class SweepDir:
         config = configs.load_config(self.base, site=False)
         for key, value in point.changes.items():
             configs.put(config, key.split("."), value)
-        place = SweepPoint(self.name, point.id, point.values, metric=sweep.metric, halving=sweep.halving)
+        place = SweepPoint(self.name, point.id, point.values, metric=sweep.metric)
         fsio.write_json(run.path / "point.json", place.to_file())
         run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
         if point.after is not None:
@@ -291,8 +289,3 @@ def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point,
         for index, point in array.by_index(damage).items():
             found[point.id] = (point, array, index)
     return found
-
-
-def is_halved(why: str | None) -> bool:
-    """True for the line about a run that its sweep has ended by halving."""
-    return (why or "").startswith(HALVED)

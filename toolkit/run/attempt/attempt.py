@@ -41,7 +41,6 @@ class Attempt:
     has_begun: bool = False  #: a script's first rank has its log; it may never report
     result: RunResult | None = None  #: as rank 0 has delivered it
     stop: Stop | None = None
-    stop_note: str = ""  #: what else is to be said of the stop
     stop_asked: float | None = None
     vacated_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
     kill_at: float | None = None
@@ -104,13 +103,13 @@ class Attempt:
 
     # --------------------------------------------------------------------------------------------- stopping and killing
 
-    def ask_to_stop(self, stop: Stop, note: str = "") -> bool:
-        """Take a reason for a stop, and what is to be said of it. Return whether the ranks are still to be asked.
+    def ask_to_stop(self, stop: Stop) -> bool:
+        """Take a reason for a stop. Return whether the ranks are still to be asked.
 
         The first reason counts. There are two exceptions: a user's request replaces any other, and any replaces a move.
         """
         if self.stop in (None, Stop.MOVE):
-            self.stop, self.stop_note, self.stop_asked = stop, note, time.time()
+            self.stop, self.stop_asked = stop, time.time()
             return True
         if stop in (Stop.CANCEL, Stop.USER):
             self.stop = stop

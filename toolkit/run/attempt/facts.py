@@ -44,7 +44,6 @@ class Stop(StrEnum):
     CANCEL = "cancel"  #: `toolkit cancel`
     USER = "user"  #: `toolkit stop`, or Ctrl-C where the run lives in a terminal
     CLOCK = "clock"  #: the time limit is near
-    HALVING = "halving"  #: the run is not among the best of its sweep
     MOVE = "move"  #: a spare node is to replace one that is drained or sick
     SIGNAL = "signal"  #: TERM, USR1 or USR2, from Slurm, a site or a user; the row may say why
 
@@ -109,7 +108,6 @@ class Facts:
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
     killed_after_s: float | None = None  #: the ranks that were asked to stop got SIGKILL so much later
-    stop_note: str = ""  #: for ``Stop.HALVING``: what the run was compared with
     vacated_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
     slurm: JobFate = JobFate.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers

@@ -18,7 +18,6 @@ from itertools import takewhile
 
 from toolkit.base.errors import EXIT_STOPPED
 from toolkit.devices.error_texts import DEVICE_OUT_OF_MEMORY, OF_DEVICES
-from toolkit.files.run_files import HALVED
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Past, RankFailure, Stop, Verdict, first_failure
 from toolkit.run.job.slurm_job import JobFate
 
@@ -64,8 +63,6 @@ def judge(facts: Facts) -> Verdict:
         is_known = not facts.is_foreign or facts.stopped_cleanly or facts.killed_after_s is not None
         kept = f"; {_kept(facts)}" if is_known else ""
         return Verdict(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}{kept}")
-    if facts.stop is Stop.HALVING and facts.stopped_cleanly:
-        return Verdict(Cause.STOPPED, Decision.FINISH, f"{facts.stop_note or HALVED}; {_kept(facts)}")
     # Slurm has taken the job back, or a lost node cannot be replaced within it. That is not worth it in a job that is
     # about to be taken away.
     is_mendable = facts.can_go_on and _is_left_alone(facts)

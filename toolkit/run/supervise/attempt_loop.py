@@ -43,7 +43,6 @@ from toolkit.run.attempt.facts import RankFailure, Stop
 from toolkit.run.records import user_request
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.records.user_request import Answer, Wish
-from toolkit.run.supervise import parts
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.hang_watch import HangWatch
 from toolkit.run.supervise.node_care import NodeCare
@@ -90,7 +89,6 @@ class AttemptLoop:
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks, store: Store, care: NodeCare) -> None:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
-        self._halving = parts.halving(context)
         self._hangs = HangWatch(context, attempt, ranks)
         self.stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
@@ -174,7 +172,6 @@ class AttemptLoop:
             self._attempt.note_begun()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
-        self._halving.look(self._attempt, self.stops)
         self._hangs.look()
         self._requests.look()
         self._care.dead.look(self._attempt)

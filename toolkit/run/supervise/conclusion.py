@@ -178,7 +178,6 @@ def _facts(context: Context, attempt: Attempt, fate: JobFate) -> Facts:
         failures=tuple(attempt.failures),
         stopped_cleanly=_has_stopped_cleanly(context, attempt),
         stop=attempt.stop,
-        stop_note=attempt.stop_note,
         killed_after_s=attempt.killed_after_s,
         vacated_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.vacated_nodes.items()),
         slurm=fate,

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from toolkit.plugins.node_watch.investigation import Investigation
     from toolkit.plugins.node_watch.job_usage import JobUsageRecorder
     from toolkit.plugins.staging.supervisor_side import NodeStaging
-    from toolkit.plugins.sweep.halving import Halving
     from toolkit.plugins.trackers.beside_run import Senders
     from toolkit.run.supervise.context import Context
 
@@ -116,16 +115,6 @@ def investigating_hangs(context: Context, attempt: Attempt, ranks: RunningRanks)
     from toolkit.plugins.node_watch.investigation import Investigation
 
     return Investigation(context, attempt, ranks)
-
-
-@best_effort_part
-def halving(context: Context) -> Halving | None:
-    """Return what compares a point of a sweep with the others."""
-    if context.run.point([]) is None:
-        return None
-    from toolkit.plugins.sweep.halving import Halving
-
-    return Halving(context)
 
 
 @best_effort

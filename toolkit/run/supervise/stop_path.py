@@ -87,16 +87,13 @@ class StopPath:
         #: When to ask whether Slurm is ending the job: it would kill this process, too.
         self._ask_slurm_at: float | None = None
 
-    def ask(self, stop: Stop, note: str = "", *, have_signal: bool = False) -> None:
-        """Ask the ranks to stop, see `Attempt.ask_to_stop`. ``note`` is what the verdict is to say of it.
-
-        ``have_signal``: they have SIGTERM already.
-        """
+    def ask(self, stop: Stop, *, have_signal: bool = False) -> None:
+        """Ask the ranks to stop, see `Attempt.ask_to_stop`. ``have_signal``: they have SIGTERM already."""
         attempt, context = self._attempt, self._context
         # Without Slurm a cancel kills at once.
         if stop is Stop.CANCEL and context.allocation.job_id is None:
             attempt.kill_within(0.0)
-        if not attempt.ask_to_stop(stop, note):
+        if not attempt.ask_to_stop(stop):
             return
         context.journal.set_status(RunState.STOPPING, attempt)  # now: if we are killed before the end, this tells why
         if attempt.exit_code is not None:  # the ranks and the store have ended; the verdict still needs the stop
