@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_281,
-    "files of toolkit/": 517,
-    "classes of toolkit/": 668,
-    "functions of toolkit/": 5068,
-    "lines of the core": 44_067,
-    "files of the core": 264,
-    "lines of plugins": 30_214,
-    "files of plugins": 253,
+    "lines of toolkit/": 74_575,
+    "files of toolkit/": 489,
+    "classes of toolkit/": 670,
+    "functions of toolkit/": 5099,
+    "lines of the core": 48_201,
+    "files of the core": 308,
+    "lines of plugins": 26_374,
+    "files of plugins": 181,
     "hooks": 0,
-    "lines of tests/": 85_382,
+    "lines of tests/": 85_716,
     "tests' setattr of a constant": 147,
-    "words of docs": 75_789,
+    "words of docs": 75_858,
 }
 #: How the tests replace a module's constant. What `Limits` hands in needs none of them.
 SETATTR = re.compile(r"setattr\(\s*[\w.]+,\s*\"_?[A-Z][A-Z0-9_]+\"|setattr\(\s*\"[\w.]+\._?[A-Z][A-Z0-9_]+\"")

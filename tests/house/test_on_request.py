@@ -29,8 +29,8 @@ from toolkit.plugins.report import compare
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
+from toolkit.run.prepare import live_values
 from toolkit.run.records import changes, user_request
-from toolkit.run.records import live_values as live_values
 from toolkit.run.records.changes import LIVE, Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
 from toolkit.train import profile as profile

@@ -15,9 +15,9 @@ from toolkit.config import FOREIGN_JOB, load_config
 from toolkit.config.script_keys import acting_keys
 from toolkit.config.source import PythonSource, project_files
 from toolkit.files.run_files import RunResult
+from toolkit.run.prepare.live_values import checked
 from toolkit.run.prepare.new_run import load, new_run
 from toolkit.run.prepare.run_keys import shown_values
-from toolkit.run.records.live_values import checked
 from toolkit.run.submission.resume import resume
 
 START = "import toolkit\nrun = toolkit.start()\n"

@@ -77,7 +77,7 @@ def test_a_run_that_is_stopped_while_it_is_suspended_stops_when_it_is_resumed(si
     nothing_lost(run)
 
 
-def test_a_run_that_is_stopped_while_it_is_suspended_before_its_first_step_ends_at_once(site: Site) -> None:
+def test_a_run_that_is_stopped_while_suspended_before_its_first_step_ends_at_once(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02))
     wait_for(lambda: run.status().state == RunState.STARTING, START_S, "its supervisor")
     site.box.run(["scontrol", "suspend", site.job_of(run)])

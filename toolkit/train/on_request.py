@@ -18,8 +18,8 @@ from toolkit.base import logs
 from toolkit.base.errors import RequestError
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
+from toolkit.run.prepare import live_values
 from toolkit.run.records import changes, user_request
-from toolkit.run.records import live_values as live_values
 from toolkit.run.records.changes import Change
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
 

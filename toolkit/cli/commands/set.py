@@ -20,7 +20,7 @@ def run(args: Namespace) -> None:
     import time
 
     from toolkit.files import rundir
-    from toolkit.run.records.live_values import checked, text
+    from toolkit.run.prepare.live_values import checked, text
     from toolkit.run.records.user_request import UserRequest, Wish
 
     of = rundir.find(args.run)

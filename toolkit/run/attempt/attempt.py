@@ -130,6 +130,11 @@ class Attempt:
         if not self.killed:
             self.kill_at = time.monotonic() + wait_s
 
+    def note_pause(self, pause_s: float) -> None:
+        """Give ranks that are to be killed the time back for which nothing could run."""
+        if self.kill_at is not None:
+            self.kill_at += pause_s
+
     def note_killed(self, again_at: float) -> None:
         """Note that all ranks got SIGKILL, and when those that are left are to get it again."""
         if not self.killed and self.stop_asked is not None:

@@ -193,8 +193,7 @@ class AttemptLoop:
         while self._context.job.is_stopped():
             agents.hear_all()
             time.sleep(LOOK_STOPPED_EVERY_S)
-        if attempt.kill_at is not None:
-            attempt.kill_at += time.monotonic() - began
+        attempt.note_pause(time.monotonic() - began)
 
     def _handle(self, event: Any) -> None:
         attempt = self._attempt
