@@ -88,7 +88,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "datasets": {name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")}
     | {name: f"{_IMAGES}:{name.upper()}" for name in ("mnist", "fashion_mnist", "cifar10", "image_folder")}
     | {name: f"{_TOKENS}:{name.upper()}" for name in ("text", "tokens")},
-    "trackers": {name: f"{_P}.trackers.{name}:{name.capitalize()}" for name in ("mlflow", "trackio", "wandb")},
+    "trackers": {name: f"{_P}.trackers.{name}:{name.capitalize()}" for name in ("mlflow", "wandb")},
     "backends": {**dict.fromkeys(("auto", "nccl", "xccl", "gloo"), "torch.distributed"), "mpi": f"{_P}.mpi.backend"},
     "devices": {},
     "adapters": {"integrations": f"{_P}.integrations"},

@@ -56,7 +56,6 @@ CASES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("optuna", lambda _: draw({"a": ONE}, 1, 0, [], less_is_better=True), r"slurm-batch-toolkit\[optuna\]'"),
     ("mpi4py", lambda _: import_module("toolkit.plugins.mpi.backend"), r"pip install slurm-batch-toolkit\[mpi\]"),
     ("mlflow", lambda _: build_tracker("mlflow", ANY_RUN), "pip install mlflow"),
-    ("trackio", lambda _: build_tracker("trackio", ANY_RUN), "pip install trackio"),
     ("wandb", lambda _: build_tracker("wandb", ANY_RUN), "pip install wandb"),
 ]
 #: Imported where a test of their own leaves them out, or brought by a package that is a dependency.

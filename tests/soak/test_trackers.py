@@ -1,6 +1,6 @@
 """The trackers' own libraries hold to the contract. They are no part of the development environment:
 
-python -m venv V && V/bin/pip install omegaconf pytest mlflow trackio wandb
+python -m venv V && V/bin/pip install omegaconf pytest mlflow wandb
 TOOLKIT_REQUIRE_TRACKERS=1 V/bin/python -m pytest -m soak tests/soak/test_trackers.py
 """
 
@@ -57,17 +57,6 @@ def mlflow(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Trackio with a folder of its own. It reads the variable once, when it is imported."""
-    library = need("trackio")
-    from trackio import sqlite_storage, utils
-
-    for module in (utils, sqlite_storage):
-        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio", raising=False)
-    return library
-
-
-@pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     """The real wandb, which sends to a server of the test."""
     library, server = need("wandb"), WandbServer()
@@ -97,23 +86,6 @@ def in_mlflow(library: Any, remote: str) -> Points:
 
 def test_mlflow_holds_to_the_contract(mlflow: Any) -> None:
     check_contract(lambda run: build_tracker("mlflow", run), lambda remote: in_mlflow(mlflow, remote))
-
-
-def test_trackio_holds_to_the_contract(trackio: Any) -> None:
-    from trackio.sqlite_storage import SQLiteStorage
-
-    def read(remote: str) -> Points:
-        rows = SQLiteStorage.get_logs("project-of-the-contract", remote, run_id=remote)
-        steps = [row.pop("step") for row in rows]
-        assert len(steps) == len(set(steps)), "a row was sent twice"
-        return {
-            (step, tag): float(value)
-            for step, row in zip(steps, rows, strict=True)
-            for tag, value in row.items()
-            if tag != "timestamp"
-        }
-
-    check_contract(lambda run: build_tracker("trackio", run), read)
 
 
 def test_wandb_holds_to_the_contract(wandb: WandbServer) -> None:

@@ -60,9 +60,10 @@ def generators_kept() -> Iterator[None]:
 
 RandomGenerator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
+#: What each module has, and not for its own class.
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 #: So many objects of a loader are looked at, so many items of each list, and so deep.
 _MOST, _ITEMS, _DEPTH = 2000, 100, 8
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LEAVES = (Tensor, np.ndarray, np.generic, ModuleType, str, bytes, int, float, type(None))
 
 
@@ -128,7 +129,7 @@ def include(generators: Iterable[RandomGenerator]) -> None:
 def generators_of(module: nn.Module) -> list[RandomGenerator]:
     """Return the generators that a model's own layers hold. Torch's layers have none."""
     layers = [layer for layer in module.modules() if _is_of_the_script(type(layer).__module__)]
-    held = (value for layer in layers for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE)
+    held = (value for layer in layers for name, value in vars(layer).items() if name not in OF_EVERY_MODULE)
     return generators_in(*dict.fromkeys(map(type, layers)), *(each for each in held if not isinstance(each, _LEAVES)))
 
 

@@ -42,7 +42,7 @@ OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Asks the ranks to record every step, and says how to disturb the run, for the hook ``trace``.
 TRACE_VARIABLE = "TOOLKIT_TRACE"
 #: The file that holds room for a run's last words, and its size: an attempt, a status, a result and lines of a log.
-_ROOM, ROOM_BYTES = ".room", 1 << 15
+_ROOM, _ROOM_BYTES = ".room", 1 << 15
 
 
 def runs_root() -> Path:
@@ -216,7 +216,7 @@ class RunDir:
     def hold_room(self) -> None:
         """Hold room on the disk for the last words of the run, if it has any now."""
         with contextlib.suppress(OSError):
-            fsio.write_atomic(self.path / _ROOM, os.urandom(ROOM_BYTES))  # what compresses would hold none
+            fsio.write_atomic(self.path / _ROOM, os.urandom(_ROOM_BYTES))  # what compresses would hold none
 
     def give_up_room(self) -> None:
         """Let the run's last words be written. One that has trained to its end is not lost because the disk is full."""

@@ -82,7 +82,6 @@ def undone(*parts: object) -> Iterator[None]:
                 each.put_back()
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -90,7 +89,7 @@ class _Kept:
     """A copy of what one module has now."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        own = {name: value for name, value in vars(module).items() if name not in randomness.OF_EVERY_MODULE}
         self._module, self._training = module, module.training
         self._buffers = {name: (b, b.detach().clone()) for name, b in module._buffers.items() if b is not None}
         self._tensors = {name: (t, t.detach().clone()) for name, t in own.items() if isinstance(t, Tensor)}

@@ -57,7 +57,7 @@ def starts(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        ("mlfow", "trackers: there is no 'mlfow'; did you mean 'mlflow'? known are mlflow, trackio, wandb"),
+        ("mlfow", "trackers: there is no 'mlfow'; did you mean 'mlflow'? known are mlflow, wandb"),
         ("wandb:mine", "trackers: wandb is not installed here: pip install wandb"),
     ],
 )

@@ -178,9 +178,9 @@ def test_two_at_a_time_are_refused(story: Story) -> None:
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(
     story: Story, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("mlflow", "trackio", "trackio.sqlite_storage", "wandb"):
+    for name in ("mlflow", "wandb"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    for name in ("mlflow", "trackio", "wandb"):
+    for name in ("mlflow", "wandb"):
         assert cli.main(["sync", story.run.id, name]) == EXIT_REQUEST
         assert f"pip install {name}" in capsys.readouterr().err
     assert not list(story.run.trackers.glob("*"))

@@ -1,4 +1,4 @@
-"""send metrics to mlflow, trackio or wandb, or write them as CSV"""
+"""send metrics to mlflow or wandb, or write them as CSV"""
 
 from argparse import ArgumentParser, Namespace
 
