@@ -13,6 +13,7 @@ import pytest
 from tests.box import Box
 from tests.slurm.conftest import BoxFactory, visit
 from tests.slurm.site import Site
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
@@ -123,7 +124,7 @@ def test_a_site_without_requeue_is_told_that_follow_up_jobs_continue(without_req
     assert back["text"].startswith("by a follow-up job (requeue is forbidden)")
 
 
-def test_a_submission_names_the_reservation_that_it_would_wait_for(site: Site) -> None:
+def test_a_submission_the_doctor_and_why_name_the_reservation_that_holds_a_job_back(site: Site) -> None:
     maintenance = [
         "reservation=maint",
         "starttime=now+9minutes",
@@ -135,7 +136,18 @@ def test_a_submission_names_the_reservation_that_it_would_wait_for(site: Site) -
     site.box.run(["scontrol", "create", *maintenance])
     try:
         env = {"TOOLKIT_RUNS": str(site.runs)}
-        told = site.box.run(["toolkit", "exec", "--dry-run", "cluster.nodes=2", "--", "true"], env=env).stderr
+        told = [
+            site.box.run(["toolkit", "exec", "--name", "held", "cluster.nodes=2", "--", "true"], env=env).stderr,
+            site.box.run(["toolkit", "doctor", "--site", "cluster.nodes=2"], env=env).stdout,
+        ]
+        # Slurm gives a reason once it has looked at the queue.
+        told += wait_for(
+            lambda: re.findall(r".*reservation maint.*", site.box.run(["toolkit", "why", "held"], env=env).stdout),
+            90,
+            "why names the reservation",
+        )
+        site.box.run(["toolkit", "cancel", "held"], env=env)
     finally:
         site.box.run(["scontrol", "delete", "reservation=maint"])
-    assert re.search(r"the reservation maint begins in [89] min .* with cluster.time_min=7 it can start before", told)
+    for text in told:
+        assert re.search(r"the reservation maint begins in [89] min .* cluster.time_min=[67] it can start before", text)

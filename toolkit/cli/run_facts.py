@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.plugins.node_watch import efficiency
 from toolkit.plugins.report.why.runs import cause_of
-from toolkit.plugins.site import node_history
+from toolkit.plugins.site import node_history, reservations
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
 from toolkit.run.job import nodes
+from toolkit.run.records import run_config
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "run": f"{run.name}/{run.id}",
         "state": state,
         "why": (result and result.why) or row["why"] or over or status.why or (last and last.line),
-        "waits": [note for note in notes.of(row) if note != row["why"]] if is_waiting else [],
+        "waits": _waits_for(run, row) if is_waiting else [],
         "cause": last and last.cause,
         "diagnosis": found and found.to_json(),
         "first_failure": first_failure_of(run, attempts, damage),
@@ -67,6 +69,14 @@ def facts(run: RunDir) -> dict[str, Any]:
         "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),
         "next": advice.next_step(situation),
     }
+
+
+def _waits_for(run: RunDir, row: Mapping[str, Any]) -> list[str]:
+    """Return what a run waits for, with the reservation that Slurm's reason does not name."""
+    found = [note for note in notes.of(row) if note != row["why"]]
+    if re.match(r"ReqNodeNotAvail|Reserv", row["reason"] or "") and (config := run_config.read(run)) is not None:
+        found += filter(None, map(reservations.holding_back, config.cluster.parts))
+    return found
 
 
 def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int, Mapping[str, float]]:

@@ -392,7 +392,6 @@ def test_a_reservation_that_holds_the_job_back_is_named_with_the_time_that_fits(
     nodes: str,
     says: str,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     begin, end = (round(time.time() + 60 * at) for at in (begins_min, 60))
     times = f"ReservationName=maint StartTime={begin} EndTime={end} Duration=00:54:00\n   Nodes={nodes} NodeCnt=4"
@@ -401,6 +400,6 @@ def test_a_reservation_that_holds_the_job_back_is_named_with_the_time_that_fits(
         "sinfo": "norm*|node[1-4]\nother|n9\n",
     }
     monkeypatch.setattr(Slurm, "ask", lambda self, argv: answers[argv[0]])
-    reservations._warn.cache_clear()
-    reservations.warn_of_reservations(load_config(None, given.split(), site=False).cluster)
-    assert re.search(says, caplog.text) if says else caplog.text == ""
+    reservations._holding_back.cache_clear()
+    told = reservations.holding_back(load_config(None, given.split(), site=False).cluster)
+    assert re.search(says, told) if says else told == ""

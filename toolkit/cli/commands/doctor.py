@@ -30,7 +30,7 @@ def run(args: Namespace) -> int:
     from toolkit.base import logs, terminal
     from toolkit.cli import show
     from toolkit.files import rundir
-    from toolkit.plugins.site import doctor, node_history
+    from toolkit.plugins.site import doctor, node_history, reservations
     from toolkit.plugins.site.versions import versions
 
     files = [word for word in args.overrides if "=" not in word]
@@ -50,6 +50,8 @@ def run(args: Namespace) -> int:
         "versions": versions(),
     }
     page, is_fine = _site_page(profile, about_profile, tables.width(args)), True
+    answer["reservations"] = held = [*filter(None, map(reservations.holding_back, config.cluster.parts))]
+    page += ["", *held] if held else []
     if args.prove and profile is not None:
         is_fine = all(proof.is_proven is not False for proof in profile.proofs)
     elif not args.site:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from toolkit.base import hostlist, logs
+from toolkit.base import hostlist
 from toolkit.base.durations import in_units
 from toolkit.base.errors import RequestError, SlurmError
 from toolkit.config import ClusterConfig
 from toolkit.slurm.commands import Slurm
-
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,27 +29,28 @@ class Reservation:
     nodes: frozenset[str]
 
 
-def warn_of_reservations(cluster: ClusterConfig) -> None:
-    """Log a warning where reserved nodes leave too few for a job that starts now, with the time limit that would fit.
+def holding_back(cluster: ClusterConfig) -> str:
+    """Return which reservation leaves too few nodes for a job that starts now, with the time limit that would fit.
 
-    Nothing is said where Slurm does not answer, and of a job that names its reservation.
+    Empty where none does, or Slurm does not answer, and for a job that names its reservation.
     """
-    if "reservation" not in cluster.extra:
-        nodes = cluster.nodes + cluster.spare_nodes
-        _warn(cluster.partition, nodes, cluster.time_min, cluster.signal_delay_s, int(time.time() // 60))
+    if "reservation" in cluster.extra:
+        return ""
+    nodes = cluster.nodes + cluster.spare_nodes
+    return _holding_back(cluster.partition, nodes, cluster.time_min, cluster.signal_delay_s, int(time.time() // 60))
 
 
 @lru_cache(maxsize=16)  # a sweep checks its points one by one
-def _warn(partition: str | None, nodes: int, time_min: int, signal_delay_s: int, minute: int) -> None:
+def _holding_back(partition: str | None, nodes: int, time_min: int, signal_delay_s: int, minute: int) -> str:
     slurm, now = Slurm(), time.time()
     try:
         near = [each for each in _reservations(slurm) if now < each.end and each.start < now + time_min * 60]
         there = _nodes_of(partition, slurm) if near else frozenset()
     except (SlurmError, RequestError, ValueError):
-        return
+        return ""
     reserved = there.intersection(chain.from_iterable(each.nodes for each in near))
     if len(there - reserved) >= nodes or nodes > len(there):
-        return
+        return ""
     first = min(near, key=lambda each: each.start)
     begin, end = (time.strftime("%a %H:%M", time.localtime(at)) for at in (first.start, first.end))
     begins = f"begins in {in_units(first.start - now)}, {begin}," if first.start > now else f"has begun, {begin},"
@@ -61,9 +60,9 @@ def _warn(partition: str | None, nodes: int, time_min: int, signal_delay_s: int,
         advice = (
             f"; with cluster.time_min={fits_min} it can start before, and a run that is not done then goes on later"
         )
-    log.warning(
-        "the reservation %s %s on %d of the %d nodes here: a job of %d min waits for its end, %s%s",
-        *(first.name, begins, len(reserved), len(there), time_min, end, advice),
+    return (
+        f"the reservation {first.name} {begins} on {len(reserved)} of the {len(there)} nodes here: a job of {time_min} "
+        f"min waits for its end, {end}{advice}"
     )
 
 

@@ -11,7 +11,7 @@ from toolkit.base.durations import in_units
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import JobConfig
 from toolkit.plugins.site import site_profile
-from toolkit.plugins.site.reservations import warn_of_reservations
+from toolkit.plugins.site.reservations import holding_back
 from toolkit.plugins.site.site_profile import PartitionRecord, SiteProfile
 
 log = logs.get(__name__)
@@ -24,7 +24,8 @@ def check_site(config: JobConfig) -> None:
     default partition.
     """
     for part in config.cluster.parts:
-        warn_of_reservations(part)
+        if text := holding_back(part):
+            log.warning("%s", text)
     profile = site_profile.profile_here()
     if profile is None:
         return
