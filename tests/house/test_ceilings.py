@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_575,
-    "files of toolkit/": 489,
-    "classes of toolkit/": 670,
-    "functions of toolkit/": 5099,
-    "lines of the core": 48_201,
+    "lines of toolkit/": 74_358,
+    "files of toolkit/": 488,
+    "classes of toolkit/": 668,
+    "functions of toolkit/": 5081,
+    "lines of the core": 48_049,
     "files of the core": 308,
-    "lines of plugins": 26_374,
-    "files of plugins": 181,
+    "lines of plugins": 26_309,
+    "files of plugins": 180,
     "hooks": 0,
-    "lines of tests/": 85_716,
-    "tests' setattr of a constant": 147,
-    "words of docs": 75_858,
+    "lines of tests/": 85_570,
+    "tests' setattr of a constant": 143,
+    "words of docs": 75_755,
 }
 #: How the tests replace a module's constant. What `Limits` hands in needs none of them.
 SETATTR = re.compile(r"setattr\(\s*[\w.]+,\s*\"_?[A-Z][A-Z0-9_]+\"|setattr\(\s*\"[\w.]+\._?[A-Z][A-Z0-9_]+\"")

@@ -83,9 +83,10 @@ def used_origins() -> dict[Path, str]:
 
     The value of each is the id of a run that needs it.
     """
-    cache, runs = run_rows.cache_of(rundir.runs_root()), rundir.all_runs()
-    going = [run for run, row in zip(runs, status_rows(runs, cache), strict=True) if not is_over(row)]
-    named = {config.get("model.init_from"): run.id for run, config in zip(going, cache.configs(going), strict=True)}
+    runs = rundir.all_runs()
+    going = [run for run, row in zip(runs, status_rows(runs), strict=True) if not is_over(row)]
+    configs = run_rows.read_configs(going)
+    named = {config.get("model.init_from"): run.id for run, config in zip(going, configs, strict=True)}
     found = {}
     for text, user in named.items():
         with contextlib.suppress(ToolkitError):  # it is gone already

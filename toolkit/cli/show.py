@@ -14,7 +14,7 @@ from toolkit.base import fsio, terminal
 from toolkit.base.errors import ToolkitError
 from toolkit.base.process_identity import Life
 from toolkit.cli import columns, notes
-from toolkit.cli.run_rows import OVER, RowCache, read_row
+from toolkit.cli.run_rows import OVER, read_rows
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
@@ -33,12 +33,12 @@ if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is a
 QUIET_S, SILENT_S = 5.0, 30.0
 
 
-def status_rows(runs: Sequence[RunDir], cache: RowCache | None = None) -> list[dict[str, Any]]:
-    """Return one row for each run, from its own files. With a cache, unchanged files are not read again.
+def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """Return one row for each run, from its own files.
 
     Slurm is asked, once for all, about runs that wait or are quiet.
     """
-    return with_slurm(list(map(read_row, runs)) if cache is None else cache.rows(runs), ask_slurm)
+    return with_slurm(read_rows(runs), ask_slurm)
 
 
 def with_slurm(

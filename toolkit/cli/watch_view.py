@@ -21,7 +21,6 @@ from typing import Any
 
 from toolkit.base import terminal
 from toolkit.cli import columns, notes, run_rows, selection, show
-from toolkit.cli.run_rows import RowCache
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.slurm import shared_queue
@@ -40,11 +39,8 @@ MOST_RARELY_S = 300.0
 class Watch:
     """The rows to show, second by second."""
 
-    def __init__(
-        self, args: Namespace, cache: RowCache, queue: SharedQueue, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, args: Namespace, queue: SharedQueue, now: Callable[[], float] = time.time) -> None:
         self._args = args
-        self._cache = cache
         self._queue = queue
         self._now = now
         self._runs: list[RunDir] = []
@@ -62,7 +58,7 @@ class Watch:
         return sorted(rows, key=lambda row: row["run"] if row["points"] is None else rundir.id_time(row["submitted"]))
 
     def _rows_of(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-        return show.with_slurm(self._cache.rows(runs), self._ask)
+        return show.with_slurm(run_rows.read_rows(runs), self._ask)
 
     def _listed(self) -> list[RunDir]:
         """Return the runs that the arguments select. Without any: those that go on or have ended lately."""
@@ -72,8 +68,7 @@ class Watch:
             self._runs = selection.by_place(named or rundir.all_runs(), self._args)
             if not self._args.run and not selection.is_asked(self._args):
                 self._fold_sweeps()
-                rows, since = self._cache.rows(self._runs), self._now() - ENDED_S
-                self._cache.save()
+                rows, since = run_rows.read_rows(self._runs), self._now() - ENDED_S
                 pairs = zip(self._runs, rows, strict=True)
                 self._runs = [run for run, row in pairs if row["state"] not in run_rows.OVER or _ended(row) > since]
         return self._runs
@@ -111,7 +106,7 @@ def _ended(row: dict[str, Any]) -> float:
 
 def run(args: Namespace) -> None:
     """Show the table until q or Ctrl-C. Without a terminal print it at each change, until all runs are over."""
-    watch = Watch(args, run_rows.cache_of(rundir.runs_root()), shared_queue.of_user())
+    watch = Watch(args, shared_queue.of_user())
     names = tuple(filter(None, (args.columns or "").split(",")))
     if sys.stdout.isatty():
         with _keys() as pressed:

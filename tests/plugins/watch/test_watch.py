@@ -20,7 +20,7 @@ from tests.bench.listing import make_runs
 from tests.waiting import wait_for
 from toolkit.cli import show
 from toolkit.cli import watch_view as watching
-from toolkit.cli.run_rows import RowCache
+from toolkit.cli.run_rows import read_rows
 from toolkit.cli.watch_view import Watch
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
@@ -49,7 +49,7 @@ class Hour:
 
     def watcher(self) -> Watch:
         queue = SharedQueue(self.slurm, self.answer, lambda: self.slurm.now, self.slurm.advance)
-        return Watch(ARGS, RowCache(None), queue, lambda: self.slurm.now)
+        return Watch(ARGS, queue, lambda: self.slurm.now)
 
     def calls_of(self, *watchers: Watch, seconds: int = 3600, every_s: int = 5) -> int:
         for _ in range(seconds // every_s):
@@ -111,7 +111,7 @@ def test_a_run_that_ends_stays_in_the_table_for_an_hour(hour: Hour) -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60)])
 def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: int) -> None:
     make_runs(tmp_path, 100)
-    rows = show.with_slurm(RowCache(None).rows(rundir.all_runs(tmp_path)), lambda _: {})
+    rows = show.with_slurm(read_rows(rundir.all_runs(tmp_path)), lambda _: {})
     lines = str(watching.picture(rows, (), width, height)).splitlines()
     assert len(lines) <= height
     assert max(map(len, lines[:2])) <= max(width, 60)

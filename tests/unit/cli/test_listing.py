@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from toolkit.base import reading
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
 from toolkit.cli import main as cli
 from toolkit.cli import run_rows, show
-from toolkit.cli.run_rows import RowCache, read_config, read_row
+from toolkit.cli.run_rows import read_rows
 from toolkit.cli.selection import parse_since
 from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage, RunResult, RunState, RunStatus
-from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm import commands
 
@@ -37,8 +34,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write sixty runs that are a while old, and a damaged one."""
     make_runs(tmp_path / "runs", 60)
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(run_rows, "_SETTLED_S", 0.0)
-    monkeypatch.setattr(run_rows, "_WORTH_WRITING", 1)
     return tmp_path / "runs"
 
 
@@ -66,10 +61,10 @@ def test_what_a_job_uses_now_is_a_line_of_its_row(root: Path) -> None:
     run = rundir.all_runs(root)[7]
     used = JobUsage("7", nodes=2, cpus=8, cpu_held_s=80.0, busy_cpus=2.0, used_bytes=1 << 30, memory_bytes=16 << 30)
     run.write_status(run.status().replace(usage=used))
-    assert read_row(run)["using"] == "uses 2.0 of 8 CPUs, 1 GiB of 16 GiB of memory a node"
+    assert read_rows([run])[0]["using"] == "uses 2.0 of 8 CPUs, 1 GiB of 16 GiB of memory a node"
     gpus = {"gpus_per_node": 4, "gpu_held_s": 80.0, "busy_gpus": 2.4, "power_w": 1234.5, "unused_gpus": ("GPU 3 of b",)}
     run.write_status(run.status().replace(usage=used.replace(**gpus)))
-    assert read_row(run)["using"].endswith(", 2.4 of 8 GPUs at 1234 W; GPU 3 of b is unused")
+    assert read_rows([run])[0]["using"].endswith(", 2.4 of 8 GPUs at 1234 W; GPU 3 of b is unused")
 
 
 def test_a_run_whose_config_is_gone_is_a_row_with_its_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,131 +89,13 @@ def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
     assert "Input/output error" in row["damage"][0]
 
 
-def test_rows_of_the_cache_are_those_of_the_files(root: Path, tmp_path: Path) -> None:
-    runs = rundir.all_runs(root)
-    plain = [read_row(run) for run in runs]
-    cold = RowCache(tmp_path / "c.sqlite")
-    assert cold.rows(runs) == plain
-    cold.save()
-    assert (tmp_path / "c.sqlite").stat().st_mode & 0o777 == 0o600
-    warm = RowCache(tmp_path / "c.sqlite").rows(runs)
-    assert warm == json.loads(json.dumps(plain))
-    assert all(isinstance(row["state"], RunState) for row in warm if not row["damage"])
-
-
-def test_a_full_cache_reads_no_file_of_an_ended_run(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = rundir.all_runs(root)
-    cache = RowCache(tmp_path / "c.sqlite")
-    cache.rows(runs)
-    cache.save()
-    read: list[RunDir] = []
-    monkeypatch.setattr(run_rows, "_quick_row", lambda run: read.append(run) or {})
-    assert len(RowCache(tmp_path / "c.sqlite").rows(runs)) == 61
-    assert [run.id for run in read] == ["20260101-000000-deadbeef"], "a damaged one is read each time"
-
-
-def test_an_error_of_the_file_system_that_passes_is_not_kept(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [run for run in rundir.all_runs(root) if run.result()]
-    cache = RowCache(tmp_path / "c.sqlite")
-    read_config(runs[0])  # what it imports has files of its own
-
-    def fail(path: Path, *_: Any) -> Any:
-        raise OSError(5, "Input/output error", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(reading, "read_bytes", fail)
-        assert all(row["damage"] for row in cache.rows(runs))
-        assert not any(cache.configs(runs))
-    cache.rows(rundir.all_runs(root)[:1])  # the cache is written when it has something new
-    cache.save()
-    again = RowCache(tmp_path / "c.sqlite")
-    assert again.rows(runs) == [read_row(run) for run in runs]
-    assert all(again.configs(runs))
-
-
-@pytest.mark.parametrize("change", ["resumed", "edited", "damaged", "removed"])
-def test_a_change_of_a_run_is_seen_through_the_cache(root: Path, tmp_path: Path, change: str) -> None:
-    run = next(run for run in rundir.all_runs(root) if run.result())
-    cache = RowCache(tmp_path / "c.sqlite")
-    before = cache.rows([run])[0]
-    cache.save()
-    if change == "resumed":
-        run.clear_result()
-        run.write_status(RunStatus.from_json({"state": "queued", "attempt": 2}))
-    elif change == "edited":
-        run.write_result(RunResult(RunState.CANCELLED, step=3))
-    elif change == "damaged":
-        # as long as before: a size alone does not show the change
-        text = (run.path / "status.json").read_bytes()
-        (run.path / "status.json").write_bytes(b"\0" * len(text))
-    else:
-        (run.path / "status.json").unlink()
-    row = RowCache(tmp_path / "c.sqlite").rows([run])[0]
-    assert row != before
-    assert row == read_row(run)
-
-
-def test_a_row_read_within_a_tick_of_the_clock_is_not_kept(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file may change again with the same time and size."""
-    monkeypatch.setattr(run_rows, "_SETTLED_S", 3600.0)
-    cache = RowCache(tmp_path / "c.sqlite")
-    cache.rows(rundir.all_runs(root))
-    cache.save()
-    assert not (tmp_path / "c.sqlite").exists()
-
-
-@pytest.mark.parametrize("damage", ["empty", "nul", "cut", "flipped", "text", "folder"])
-def test_a_damaged_cache_is_thrown_away(root: Path, tmp_path: Path, damage: str) -> None:
-    runs, path = rundir.all_runs(root), tmp_path / "c.sqlite"
-    cache = RowCache(path)
-    rows = cache.rows(runs)
-    cache.save()
-    content = path.read_bytes()
-    middle = len(content) // 2
-    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-    new = {"empty": b"", "nul": b"\0" * 999, "cut": content[:middle], "flipped": flipped, "text": b"x" * 50}
-    path.unlink()
-    if damage == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes(new[damage])
-    again = RowCache(path)
-    assert again.rows(runs) == rows
-    again.save()
-
-
-def test_a_cache_of_another_version_is_thrown_away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, path = rundir.all_runs(root), tmp_path / "c.sqlite"
-    monkeypatch.setattr(run_rows, "_VERSION", 0)
-    cache = RowCache(path)
-    cache.rows(runs)
-    cache.save()
-    monkeypatch.undo()
-    assert RowCache(path)._database.execute("SELECT count(*) FROM row").fetchone() == (0,)
-
-
-def test_a_lock_on_the_cache_hinders_nobody(root: Path, tmp_path: Path) -> None:
-    runs, path = rundir.all_runs(root), tmp_path / "c.sqlite"
-    cache = RowCache(path)
-    cache.rows(runs)
-    cache.save()
-    holder = sqlite3.connect(tmp_path / "other.sqlite")
-    holder.execute("BEGIN EXCLUSIVE")
-    os.link(tmp_path / "other.sqlite", tmp_path / "c.sqlite-journal")
-    assert len(RowCache(path).rows(runs)) == 61
-
-
-def test_without_a_writable_home_all_is_read_from_the_files(
+def test_rows_that_processes_read_are_those_of_one(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
-    assert len(listed(capsys, "--all")) == 61
+    rows = listed(capsys, "--all")
+    monkeypatch.setattr(run_rows, "_MANY", 10)
+    assert listed(capsys, "--all") == rows
+    assert len(rows) == 61
 
 
 def test_filters_by_state_name_and_age(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import gc
     import sys
-    from functools import partial
     from pathlib import Path
 
     from toolkit.cli import columns, run_rows, show
@@ -42,30 +41,24 @@ def run(args: Namespace) -> None:
     gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
     is_short = not (args.run or args.all or selection.is_asked(args))
     runs, sweeps = selection.named(args.run) if args.run else (rundir.all_runs(), rundir.sweep_paths())
-    # The cache is read as a whole, which pays only for a listing of many runs.
-    is_long = args.all or selection.is_asked(args) or bool(sweeps)
-    cache = run_rows.cache_of(rundir.runs_root()) if is_long else None
-    rows_of = partial(show.status_rows, cache=cache)
     # The rows of sweeps read configs, which takes longer to import than a listing without sweeps.
     if sweeps:
         from toolkit.plugins.sweep import rows as sweep_rows
 
-        rows = (
-            sweep_rows.newest(runs, sweeps, rows_of) if is_short else sweep_rows.unfolded(runs, sweeps, args, rows_of)
-        )
+        if is_short:
+            rows = sweep_rows.newest(runs, sweeps, show.status_rows)
+        else:
+            rows = sweep_rows.unfolded(runs, sweeps, args, show.status_rows)
     else:
-        rows = rows_of(selection.by_place(runs, args)[-10 if is_short else 0 :])
+        rows = show.status_rows(selection.by_place(runs, args)[-10 if is_short else 0 :])
     rows = selection.by_state(rows, args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))
     sort = args.sort or "run"
     if columns.needs_config((*names, sort)):
-        cache = cache or run_rows.RowCache(None)
-        kept = [rundir.RunDir(Path(row["path"])) for row in rows]
-        for row, config in zip(rows, cache.configs(kept), strict=True):
+        configs = run_rows.read_configs([rundir.RunDir(Path(row["path"])) for row in rows])
+        for row, config in zip(rows, configs, strict=True):
             row["config"] = config
     columns.check((*names, sort), rows)
-    if cache is not None:
-        cache.save()
     if args.sort or args.reverse:  # else they are in the order of their names, or in the one asked for
         rows = columns.in_order(rows, sort, args.reverse)
     if args.json:
