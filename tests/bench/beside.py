@@ -32,7 +32,7 @@ ROLES = {
     "its guard": r"submitit\.local\._local",
     "agent": r"toolkit\.nodes\.agent\.node",
     "zygote": r"toolkit\.nodes\.agent\.zygote",
-    "monitor": r"toolkit\.plugins\.monitor\.program",
+    "monitor": r"toolkit\.plugins\.node_watch\.program",
     "store": r"toolkit\.ranks\.store_host",
     "rank": r"-m.toolkit.run",
 }

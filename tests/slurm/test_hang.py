@@ -109,8 +109,8 @@ def test_silent_ranks_of_a_script_on_several_nodes_are_named_and_started_again(s
     hung, after = run.attempts()
     assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
     named = hung.first_failure
-    assert (named.rank, named.host) == (0, NODES[0])
-    assert re.fullmatch(r"silent, \d+ s \(ranks 1-2 as well\)", named.how), named
+    assert (named.rank, named.host) == (1, NODES[1])
+    assert re.fullmatch(r"silent \(script\.py:7\), \d+ s; 2 others silent \(script\.py:10\)", named.how), named
     texts = [stacks.stack_path(run.attempt_logs(1), rank).read_text() for rank in range(3)]
     assert ["in hang_for_ever" in text for text in texts] == [False, True, False]
     assert ["sleep, S (sleeping)" in text for text in texts] == [True, False, True]
