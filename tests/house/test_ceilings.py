@@ -28,7 +28,7 @@ CEILINGS = {
     "hooks": 0,
     "lines of tests/": 85_570,
     "tests' setattr of a constant": 143,
-    "words of docs": 75_755,
+    "words of docs": 75_727,
 }
 #: How the tests replace a module's constant. What `Limits` hands in needs none of them.
 SETATTR = re.compile(r"setattr\(\s*[\w.]+,\s*\"_?[A-Z][A-Z0-9_]+\"|setattr\(\s*\"[\w.]+\._?[A-Z][A-Z0-9_]+\"")

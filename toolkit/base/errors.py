@@ -8,7 +8,7 @@ ToolkitError
 │   ├── DataMissingError    a data set that is not where the config says
 │   ├── RunNotFoundError    no run, or several, match a name
 │   └── DamagedFileError    a file of a run does not hold what was written there
-├── PluginError             a part of a plugin that cannot be loaded (exit code 2)
+├── PluginError             a part that cannot be loaded (exit code 2)
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   ├── SlurmRefusedError   the controller answered, and refused
 │   └── MaybeQueuedError    whether Slurm has taken a job is not known
@@ -93,7 +93,7 @@ class DamagedFileError(RequestError):
 
 
 class PluginError(ToolkitError):
-    """A part of a plugin cannot be loaded. Another node may have it whole, or what it needs."""
+    """A part cannot be loaded, of this or another package. Another node may have it whole, or what it needs."""
 
     exit_code = EXIT_REQUEST
 

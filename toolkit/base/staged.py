@@ -1,4 +1,4 @@
-"""Finds the copies of shared files on this node's own disk, which ``TOOLKIT_STAGED`` names. A plugin makes them."""
+"""Finds the copies of shared files on this node's own disk, which ``TOOLKIT_STAGED`` names."""
 
 from __future__ import annotations
 

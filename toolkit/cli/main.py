@@ -126,7 +126,7 @@ def groups() -> Mapping[str, Sequence[str]]:
     there, known = registry.names("commands"), [*chain(*GROUPS.values())]
     ours = {title: [name for name in names if name in there] for title, names in GROUPS.items()}
     theirs = [name for name in there if name not in known]
-    return ours | ({"of other plugins": theirs} if theirs else {})
+    return ours | ({"of other packages": theirs} if theirs else {})
 
 
 def commands() -> list[str]:

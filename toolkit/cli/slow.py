@@ -1,4 +1,4 @@
-"""The texts of `status` and `why` about stragglers. Rank 0 finds the facts, by the hook ``pace``."""
+"""The texts of `status` and `why` about stragglers. Rank 0 finds the facts, see `toolkit.plugins.report.stragglers`."""
 
 from __future__ import annotations
 

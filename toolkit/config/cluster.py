@@ -81,7 +81,7 @@ class ClusterConfig:
     segment: _Some | None = None
     #: a checkpoint is committed at least so long before the time limit; a script under exec may save so long at a stop
     signal_delay_s: Annotated[int, Range(0, 65_535)] = 120
-    preflight: bool = True  #: check the nodes before the ranks start (the plugin site does)
+    preflight: bool = True  #: check the nodes before the ranks start
     #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays
     stage: Annotated[str, OneOf("auto", "always", "never")] = "auto"
     #: the folder for copies on each node; null: a temporary one with room

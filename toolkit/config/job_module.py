@@ -133,7 +133,7 @@ def params_source(source: PythonSource, project: Path | None) -> PythonSource:
 def is_loop(job: str, project: Path | None = None) -> bool:
     """True if the job has its own loop or a library's. Raises ConfigError where the job is not there.
 
-    Such a file calls ``toolkit.start()``, or an adapter that a plugin brings.
+    Such a file calls ``toolkit.start()``, or an adapter.
     """
     if job == CALLED_JOB:
         return True

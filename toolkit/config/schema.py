@@ -291,9 +291,9 @@ class JobConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     secrets: dict[str, str] = field(default_factory=dict)  #: variable of the ranks: env, or a file; docs/security.md
-    #: of the plugin trackers: [wandb, mlflow:PROJECT] get the curves while the run goes on
+    #: [wandb, mlflow:PROJECT] get the curves while the run goes on
     trackers: Annotated[list[str], LINES] = field(default_factory=list)
-    #: a command that is called at the end: of the plugin notify
+    #: a command that is called at the end
     notify: Annotated[list[str], LINES, _COMMAND] = field(default_factory=list)
 
 

@@ -324,7 +324,7 @@ def checks_of(strategy: str) -> StrategyChecks:
 
 
 class StrategyChecks:
-    """What a strategy refuses in a config besides what its traits say. A plugin may bring a subclass for its own.
+    """What a strategy refuses in a config besides what its traits say. A strategy may have a subclass of its own.
 
     All methods raise ConfigError.
     """

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of device. A plugin may bring more of them, see ``devices`` of :class:`toolkit.registry.Plugin`."""
+    """A kind of device. Other packages may bring more: ``devices`` in `toolkit.registry`."""
 
     name: str  #: in messages
     type: str  #: of its `torch.device`; ROCm's torch calls its GPUs cuda

@@ -39,7 +39,7 @@ RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 RANK_VARIABLE = "TOOLKIT_EXEC_RANK"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
-#: Asks the ranks to record every step, and says how to disturb the run, for the hook ``trace``.
+#: Asks the ranks to record every step, and says how to disturb the run: see `toolkit.train.trace`.
 TRACE_VARIABLE = "TOOLKIT_TRACE"
 #: The file that holds room for a run's last words, and its size: an attempt, a status, a result and lines of a log.
 _ROOM, _ROOM_BYTES = ".room", 1 << 15

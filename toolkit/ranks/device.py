@@ -22,7 +22,7 @@ from toolkit.devices.kinds import is_of_devices
 
 
 class Backend(Protocol):
-    """A process group that a plugin brings, for a value of ``dist.backend``. A module may be one."""
+    """A process group that torch does not have, for a value of ``dist.backend``. A module may be one."""
 
     def register(self) -> str:
         """Make the group known to torch, and return torch's name of it. Opens nothing."""
@@ -35,7 +35,7 @@ class Backend(Protocol):
 
 
 def backend_of_plugin(name: str) -> Backend | None:
-    """Return what a plugin brings for ``dist.backend: name``; None where torch has it itself.
+    """Return what there is for ``dist.backend: name``; None where torch has it itself.
 
     torch's own MPI is preferred. Raises ConfigError where there is none, or it cannot be loaded.
     """
@@ -43,7 +43,7 @@ def backend_of_plugin(name: str) -> Backend | None:
         return None
     found: Backend | None = registry.find("backends", name)
     if found is None:
-        raise ConfigError(f"dist.backend: torch here has no {name}, and no plugin brings it")
+        raise ConfigError(f"dist.backend: torch here has no {name}, and no package brings it")
     return found
 
 

@@ -165,7 +165,7 @@ def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> I
     timeout = timedelta(seconds=config.timeout_s)
     backend = choose_backend(config.backend, tasks_per_gpu)
     with ExitStack() as stack:
-        # Over a plugin's backend the ranks can agree on a launch key themselves if the launcher gives none.
+        # Over a backend that torch lacks the ranks can agree on a launch key themselves if the launcher gives none.
         key: Callable[[], str] | None = None
         if brought := backend_of_plugin(config.backend):
             stack.push(brought.finalize)

@@ -3,8 +3,8 @@
 A strategy that cuts a model, or cuts the batch that a criterion sees, assumes something about the model or the
 criterion. Where that does not hold, it would silently train something else. So every start compares, on two samples:
 
-* the model whose layers ranks compute together with the whole one (of the plugin tensor),
-* a pass in training mode with one in evaluation mode, where a plugin's strategy cuts the model into stages,
+* the model whose layers ranks compute together with the whole one (tensor),
+* a pass in training mode with one in evaluation mode, where a strategy cuts the model into stages,
 * a loss's sum over samples with its sum over the same samples given twice (:class:`CheckedObjective`).
 
 What differs is refused by name, on every rank.

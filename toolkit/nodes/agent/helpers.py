@@ -86,7 +86,7 @@ class Helpers:
             data = os.read(output.fileno(), 1 << 16)
             try:
                 hears_more = hear(data)
-            except Exception as error:  # of a plugin, which must not end the agent
+            except Exception as error:  # of what asked for it, which must not end the agent
                 log.error("the output of %s is not heard any more: %r", " ".join(command), error)
                 hears_more = False
             if not hears_more or not data:

@@ -1,4 +1,4 @@
-"""The anonymous memory files in which a node's ranks keep their state, for a plugin to use.
+"""The anonymous memory files in which a node's ranks keep their state.
 
 The agent holds them, so they outlive the ranks; the kernel frees them when the agent ends in any way. Two belong to the
 node, and ``FILES_A_RANK`` to each rank on it, by its local rank. They cost nothing until a rank writes there.
@@ -13,7 +13,7 @@ from toolkit.base import logs
 
 #: Tells a rank the files of its node: ``PID:FD,FD,...``, descriptors of the agent.
 VARIABLE = "TOOLKIT_STATE_MEMORY"
-#: Tells a rank the path of its node's file for decoded images, which a plugin writes.
+#: Tells a rank the path of its node's file for decoded images.
 PIXELS = "TOOLKIT_PIXEL_MEMORY"
 #: Two for what all ranks have in common, from which each rank of the node reads.
 FILES_A_NODE = 2

@@ -239,7 +239,7 @@ class Agents:
         self.usages: dict[tuple[str, float], Message] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
         self.described: dict[str, Message] = {}  #: by host: how its agent has described itself
-        self.listeners: tuple[AgentUser, ...] = ()  #: of plugins. They hear of each thing before the launcher
+        self.listeners: tuple[AgentUser, ...] = ()  #: they hear of each thing before the launcher
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
@@ -386,12 +386,12 @@ class Agents:
             self._tell("agent_missing", host, why)
 
     def _tell(self, method: str, *what: Any) -> None:
-        """Tell the listeners and the launcher. A plugin that fails hears no more: an error here would end the run."""
+        """Tell the listeners and the launcher. One that fails hears no more: an error here would end the run."""
         for listener in self.listeners:
             try:
                 getattr(listener, method)(*what)
             except Exception as error:  # it may be other people's code
-                log.error("what a plugin does on the nodes has failed, and hears no more: %r", error)
+                log.error("what is done on the nodes beside the ranks has failed, and hears no more: %r", error)
                 self.listeners = tuple(each for each in self.listeners if each is not listener)
         getattr(self._user, method)(*what)
 

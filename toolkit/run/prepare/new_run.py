@@ -1,7 +1,7 @@
 """Makes a run: its folder, a copy of the sources, and its config.
 
-First the config is checked, and by plugins what the site allows and the source of the job. Its paths are made to mean
-the same in every folder.
+First the config is checked, what the site allows, and the source of the job. Its paths are made to mean the same in
+every folder.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ CONFIG_VARIABLE = "TOOLKIT_CONFIG"
 #: Set in a process that :func:`run_rank` has made a rank already.
 JOINED_VARIABLE = "TOOLKIT_JOINED"
 
-#: Faults on demand, a plugin's: see docs/lifecycle.md.
+#: Faults on demand: see docs/lifecycle.md.
 FAULTS_VARIABLE = "TOOLKIT_CHAOS"
 
 log = logs.get(__name__)

@@ -1,4 +1,4 @@
-"""How a model lies on the ranks. ddp, fsdp and zero differ only in that, and tensor of the plugin."""
+"""How a model lies on the ranks. ddp, fsdp and zero differ only in that, and so does tensor."""
 
 from __future__ import annotations
 
