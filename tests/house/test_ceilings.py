@@ -17,16 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_358,
+    "lines of toolkit/": 74_361,
     "files of toolkit/": 488,
     "classes of toolkit/": 668,
     "functions of toolkit/": 5081,
-    "lines of the core": 48_049,
+    "lines of the core": 48_052,
     "files of the core": 308,
     "lines of plugins": 26_309,
     "files of plugins": 180,
     "hooks": 0,
-    "lines of tests/": 85_570,
+    "lines of tests/": 85_590,
     "tests' setattr of a constant": 143,
     "words of docs": 75_727,
 }

@@ -115,7 +115,7 @@ MAKING_PARTS = {
     *("strategies/__init__.py", "strategies/update/apply.py", "train/optim.py", "run/rank/main.py"),
     *("run/prepare/new_run.py", "run/submission/executors.py", "run/submission/handle.py"),
     *("run/submission/resume.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
-    "slurm/commands.py",
+    *("slurm/commands.py", "config/validation.py"),
 }
 
 

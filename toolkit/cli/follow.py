@@ -93,7 +93,10 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     if bar:
         from toolkit.cli.logs.progress import follow
 
-        follow(run, console)
+        try:
+            follow(run, console)
+        except OSError as error:  # a disk is away: the run goes on
+            _say(console, f"what the ranks print cannot be shown: {error}", "yellow")
     run.wait()
 
 

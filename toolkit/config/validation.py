@@ -191,6 +191,10 @@ def check_places(config: JobConfig) -> None:
     secret_values.check_sources(config.secrets)
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
+    if config.trackers:
+        from toolkit.plugins.trackers.beside_run import refuse_missing
+
+        refuse_missing(config)
     for folder in config.cluster.container_mounts:
         if not fsio.expand(folder).is_dir():
             raise ConfigError(f"cluster.container_mounts: there is no folder {folder}")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from toolkit.base import hostlist, logs
-from toolkit.base.errors import SlurmError
+from toolkit.base.errors import RequestError, SlurmError
 from toolkit.slurm.commands import SlurmCommands
 
 log = logs.get(__name__)
@@ -20,7 +20,7 @@ _UNIT = re.compile(r"^(?:SwitchName|BlockName|AggregatedBlock)=(\S+).*?\bNodes=(
 
 
 def node_order(hosts: Sequence[str], slurm: SlurmCommands | None) -> Sequence[str]:
-    """Return the job's nodes such that near ones follow each other; as they are where Slurm does not answer.
+    """Return the job's nodes such that near ones follow each other; as they are where Slurm does not tell.
 
     Slurm is asked once, and not at all without a topology plugin: a node's address then has the pattern ``node``.
     """
@@ -29,7 +29,7 @@ def node_order(hosts: Sequence[str], slurm: SlurmCommands | None) -> Sequence[st
         return hosts
     try:
         ordered = in_order(hosts, units_of(slurm.topology()))
-    except SlurmError as error:
+    except (SlurmError, RequestError, ValueError) as error:  # a list of nodes may be cut off: SLURM_TOPO_LEN
         log.warning("ranks are not placed by the network: %s", error)
         return hosts
     if ordered != [*hosts]:

@@ -44,6 +44,7 @@ def test_a_loop_that_counts_by_enumerate_is_told_what_to_write(line: str, instea
     assert len([*counted_anew(PythonSource(Path("flat.py"), flat.encode()))]) == 1
     if instead.startswith("for"):
         assert warnings(instead, "rate = 0.1 * i") == []
+    assert warnings("for () in zip(run.steps(loader)):", "pass") == []
 
 
 @pytest.mark.parametrize(

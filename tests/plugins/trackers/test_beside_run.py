@@ -10,7 +10,7 @@ import pytest
 
 from tests.waiting import wait_for
 from toolkit.base.errors import ConfigError
-from toolkit.config import JobConfig
+from toolkit.config import JobConfig, check_places
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
@@ -66,7 +66,7 @@ def test_what_cannot_be_sent_to_is_refused_before_the_queue(
 ) -> None:
     monkeypatch.setattr(beside_run, "find_spec", lambda _: None)
     with pytest.raises(ConfigError) as refused:
-        beside_run.refuse_missing(JobConfig(trackers=[entry]))
+        check_places(JobConfig(trackers=[entry]))
     assert str(refused.value) == why
 
 
@@ -74,13 +74,13 @@ def test_wandb_that_is_told_not_to_send_is_refused_before_the_queue(monkeypatch:
     monkeypatch.setattr(beside_run, "find_spec", lambda _: True)
     for mode in ("online", "shared"):
         monkeypatch.setenv("WANDB_MODE", mode)
-        beside_run.refuse_missing(JobConfig(trackers=["wandb"]))
+        check_places(JobConfig(trackers=["wandb"]))
     for mode in ("offline", "disabled", "dryrun"):
         monkeypatch.setenv("WANDB_MODE", mode)
         with pytest.raises(
             ConfigError, match=f"WANDB_MODE={mode} is set: unset it, or take wandb out and send them later"
         ):
-            beside_run.refuse_missing(JobConfig(trackers=["wandb"]))
+            check_places(JobConfig(trackers=["wandb"]))
 
 
 def test_each_tracker_has_a_program_that_ends_with_a_run_that_goes_on_elsewhere(run: RunDir, python: Path) -> None:

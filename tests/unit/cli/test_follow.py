@@ -114,6 +114,19 @@ def test_what_is_odd_about_a_completed_run_is_said(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.splitlines()[1] == "  but the log of rank 0 ends in ValueError: x"
 
 
+def test_a_bar_that_cannot_read_a_log_costs_a_line_and_the_run_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(116, "Stale file handle", "rank-0.log")
+
+    monkeypatch.setattr("toolkit.cli.logs.progress.follow", fails)
+    assert follow.to_the_end(ended(tmp_path, state="completed"), bar=True) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "cannot be shown" in out
+    assert "completed in" in out
+
+
 @pytest.mark.parametrize(("executor", "is_bound"), [("slurm", True), ("slurm", False), ("local", False)])
 def test_ctrl_c_leaves_a_run_alone_that_does_not_live_in_this_terminal(
     executor: str, is_bound: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

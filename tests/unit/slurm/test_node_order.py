@@ -108,6 +108,12 @@ def test_a_single_node_is_not_asked_about_and_without_an_answer_slurms_order_sta
     assert placed(nodes(tmp_path, slurm, "n1", "n2", "n3", spare=0)) == ("n1", "n2", "n3")
 
 
+def test_a_topology_that_is_cut_off_leaves_slurms_order(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM_TOPO_LEN cuts the output of scontrol."""
+    monkeypatch.setattr(slurm, "topology", lambda: "SwitchName=leaf Level=0 Nodes=n[1-2")
+    assert node_order(["n2", "n1"], slurm) == ["n2", "n1"]
+
+
 def test_nodes_of_each_component_are_in_order(slurm: FakeSlurm) -> None:
     hosts, components = ("n2", "n1", "n4", "n6", "n3", "n5"), (0, 0, 0, 1, 1, 1)
     whole = Allocation(hosts, (2, 2, 2, 4, 4, 4), 1, components=components, job_id="7").in_order(slurm)

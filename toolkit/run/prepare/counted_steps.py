@@ -36,7 +36,7 @@ def counted_anew(source: PythonSource) -> Iterator[str]:
     for loop in ast.walk(source.tree):
         if not (isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call)):
             continue
-        number, call = loop.target.elts[0], loop.iter
+        number, call = (*loop.target.elts, None)[0], loop.iter
         if source.full_name(call.func) != "enumerate" or not call.args or not isinstance(number, ast.Name):
             continue
         steps = _steps_in(call.args[0], runs)

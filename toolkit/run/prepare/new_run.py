@@ -104,10 +104,6 @@ def new_run(config: JobConfig, project: Path | None, like: RunDir | None = None)
 def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
     configs.validate(config, project=project, goes_on=goes_on)
-    if config.trackers:
-        from toolkit.plugins.trackers.beside_run import refuse_missing
-
-        refuse_missing(config)
     if executor == "slurm":
         from toolkit.plugins.site.site_limits import check_site
 
