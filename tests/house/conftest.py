@@ -1,4 +1,4 @@
-"""Tests of the core with its plugins start as unit tests do."""
+"""Tests of the house start as unit tests do."""
 
 from __future__ import annotations
 

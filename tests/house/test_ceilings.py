@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_361,
+    "lines of toolkit/": 74_358,
     "files of toolkit/": 488,
     "classes of toolkit/": 668,
     "functions of toolkit/": 5081,
-    "lines of the core": 48_052,
+    "lines of the core": 48_052,  # 3 more: a log on a disk that is away does not end --follow
     "files of the core": 308,
-    "lines of plugins": 26_309,
+    "lines of plugins": 26_306,
     "files of plugins": 180,
     "hooks": 0,
-    "lines of tests/": 85_590,
+    "lines of tests/": 85_586,  # 16 more: two tests of what guards had caught
     "tests' setattr of a constant": 143,
-    "words of docs": 75_727,
+    "words of docs": 75_717,
 }
 #: How the tests replace a module's constant. What `Limits` hands in needs none of them.
 SETATTR = re.compile(r"setattr\(\s*[\w.]+,\s*\"_?[A-Z][A-Z0-9_]+\"|setattr\(\s*\"[\w.]+\._?[A-Z][A-Z0-9_]+\"")

@@ -28,7 +28,7 @@ def built_for() -> DeviceKind:
         return CPU
     if getattr(torch.version, "hip", None):
         return kinds.ROCM
-    # Plugins are asked last: to find that none brings a type, all installed packages are searched.
+    # Other packages are asked last: to find that none brings a type, all installed packages are searched.
     known: DeviceKind | None = next((kind for kind in kinds.GPUS if kind.type == found.type), None)
     known = known or registry.find("devices", found.type)
     if known is not None:

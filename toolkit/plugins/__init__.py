@@ -1,4 +1,1 @@
-"""The plugins that come with the toolkit.
-
-Nothing outside imports them but the public names of `toolkit`, on first use: see `toolkit.registry`.
-"""
+"""Parts of the toolkit that a run may have or not, in one room for each subject. Each is imported where it is made."""

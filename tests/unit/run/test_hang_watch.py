@@ -1,4 +1,4 @@
-"""What the watch for hangs asks of the plugin that watches a silent script."""
+"""What the watch for hangs asks of the part that watches a silent script."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Processes:
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
 
     def take_gpus(self, text: bytes) -> None:
-        """Take what ``nodes/agent/gpus.py`` has printed: the CPUs near each GPU, or nothing."""
+        """Take what `toolkit.devices.on_node` has printed: the CPUs near each GPU, or nothing."""
         self.near_gpus = parsed(text or b"[]", ListOf(ListOf(COUNT))) or []
 
     def __contains__(self, pid: int) -> bool:

@@ -30,7 +30,7 @@ _LIBRARIES = {
 def __getattr__(name: str) -> Any:
     if name not in _LIBRARIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import metadata  # a command that lists the plugins needs none of it
+    from importlib import metadata
 
     library, oldest = _LIBRARIES[name]
     needed = ".".join(map(str, oldest))

@@ -1,6 +1,6 @@
 """ddp over a slow link: gradients are compressed before they are sent.
 
-Every rank has the whole model. Over NCCL, fp16 and bf16 are sent by DDP's hooks instead, see :mod:`.layouts`.
+Every rank has the whole model. Over NCCL, fp16 and bf16 are sent by DDP's hooks instead, see :mod:`.compression`.
 Elsewhere hooks are not used. They would start collectives in the order in which gradients become ready, and torch's own
 hook for PowerSGD hangs on gloo if there are several buckets. Here all gradients are complete when the first one is
 sent, so the order is fixed, and no state belongs to a bucket. The communication that DDP hides behind the backward pass
