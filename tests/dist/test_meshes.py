@@ -26,7 +26,7 @@ from tests.dist.test_fsdp import size_bytes
 from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.strategy import PipelineConfig
-from toolkit.plugins.methods import auto as auto
+from toolkit.plugins.methods import auto
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Objective, Strategy, build_strategy, of_pairs

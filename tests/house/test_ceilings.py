@@ -17,19 +17,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_358,
+    "lines of toolkit/": 74_354,
     "files of toolkit/": 488,
     "classes of toolkit/": 668,
     "functions of toolkit/": 5081,
-    "lines of the core": 48_052,  # 3 more: a log on a disk that is away does not end --follow
+    "lines of the core": 48_048,  # 3 more: a log on a disk that is away does not end --follow
     "files of the core": 308,
     "lines of plugins": 26_306,
     "files of plugins": 180,
     "hooks": 0,
-    "lines of tests/": 85_586,  # 16 more: two tests of what guards had caught
+    "lines of tests/": 85_587,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 143,
     "words of docs": 75_717,
 }
+#: How one part would be asked for by a name, past every reader and type checker.
+HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")
 #: How the tests replace a module's constant. What `Limits` hands in needs none of them.
 SETATTR = re.compile(r"setattr\(\s*[\w.]+,\s*\"_?[A-Z][A-Z0-9_]+\"|setattr\(\s*\"[\w.]+\._?[A-Z][A-Z0-9_]+\"")
 
@@ -43,11 +45,10 @@ def sizes() -> Counter[str]:
         for whole in (part, "toolkit/"):
             found[f"lines of {whole}"] += len(text.splitlines())
             found[f"files of {whole}"] += 1
+        found["hooks"] += len(HOOKS.findall(text))
         for node in ast.walk(ast.parse(text)):
             found["classes of toolkit/"] += isinstance(node, ast.ClassDef)
             found["functions of toolkit/"] += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if isinstance(node, ast.keyword) and node.arg == "hooks" and isinstance(node.value, ast.Dict):
-                found["hooks"] += len(node.value.keys)
     for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text()
         found["lines of tests/"] += len(text.splitlines())

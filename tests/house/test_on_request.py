@@ -33,7 +33,7 @@ from toolkit.run.prepare import live_values
 from toolkit.run.records import changes, user_request
 from toolkit.run.records.changes import LIVE, Change, in_force
 from toolkit.run.records.user_request import Answer, UserRequest, Wish
-from toolkit.train import profile as profile
+from toolkit.train import profile
 from toolkit.train.on_request import OnRequest
 
 

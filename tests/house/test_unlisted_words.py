@@ -23,7 +23,7 @@ from toolkit.config.optim import OPTIMIZERS
 from toolkit.config.strategy import TENSOR_STYLES, LocalSgdConfig, ParameterServerConfig
 from toolkit.data.loader import build_loader
 from toolkit.plugins.formats.images.photographs import training_transform
-from toolkit.plugins.methods import local_sgd as local_sgd
+from toolkit.plugins.methods import local_sgd
 from toolkit.plugins.methods.compression_schemes import build_scheme
 from toolkit.plugins.methods.parameter_server import roles as parameter_server
 from toolkit.plugins.model_parallel import schedules

@@ -13,7 +13,7 @@ import pytest
 
 from tests.house.fuzz.harness import ROOT
 from toolkit import registry
-from toolkit.cli import completion as completion
+from toolkit.cli import completion
 from toolkit.cli.main import commands
 from toolkit.config import all_keys
 

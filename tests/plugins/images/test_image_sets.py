@@ -20,7 +20,7 @@ from PIL import Image
 from torch.nn import functional
 
 from toolkit.base.errors import ConfigError, DataMissingError, RequestError
-from toolkit.cli.commands import data as data
+from toolkit.cli.commands import data
 from toolkit.config import DataConfig
 from toolkit.data.datasets import Datasets, build_datasets
 from toolkit.data.loader import BatchedSamples, Loader, Samples

@@ -18,6 +18,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit.cli import completion as completion
+    from toolkit.cli import completion
 
     print(completion.SCRIPTS[args.shell], end="")

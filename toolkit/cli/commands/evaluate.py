@@ -6,7 +6,6 @@ from typing import Any
 
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from toolkit.cli import arguments
-from toolkit.cli.arguments import add_checkpoint
 
 EXAMPLES = (
     ("toolkit evaluate digits-ddp --checkpoint best", "judge the best checkpoint on this machine"),
@@ -18,7 +17,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
-    add_checkpoint(parser)
+    arguments.add_checkpoint(parser)
     arguments.add_trust(parser)
     parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="key=value", help="such as root=DIR")
     parser.add_argument("--per-class", action="store_true", help="recall, precision and F1 of each class as well")

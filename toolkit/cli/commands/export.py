@@ -4,7 +4,6 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.base.errors import RequestError
 from toolkit.cli import arguments
-from toolkit.cli.arguments import add_checkpoint
 
 EXAMPLES = (("toolkit export digits-ddp exported", "weights and a program that torch alone runs, in a new folder"),)
 
@@ -12,7 +11,7 @@ EXAMPLES = (("toolkit export digits-ddp exported", "weights and a program that t
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("out", metavar="OUT", help="a new folder")
-    add_checkpoint(parser)
+    arguments.add_checkpoint(parser)
     arguments.add_trust(parser)
     forms = ["safetensors", "program", "both"]
     parser.add_argument("--format", dest="form", choices=forms, default="both", help="default: both")

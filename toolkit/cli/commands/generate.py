@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.base.errors import RequestError
 from toolkit.cli import arguments
-from toolkit.cli.arguments import add_checkpoint
 
 EXAMPLES = (
     ('toolkit generate gpt-fsdp "import os"', "one text; several are one batch"),
@@ -19,7 +18,7 @@ EXAMPLES = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="default: the lines of the standard input")
-    add_checkpoint(parser)
+    arguments.add_checkpoint(parser)
     arguments.add_trust(parser)
     text = "tokens to add to each text; default: 64, or fewer where the model sees no more"
     parser.add_argument("--max-tokens", type=int, metavar="N", help=text)

@@ -24,6 +24,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import python_command
 from toolkit.run.prepare import snapshot
+from toolkit.run.prepare.counted_steps import warn_of_counting
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
 
@@ -127,8 +128,6 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
         )
-    from toolkit.run.prepare.counted_steps import warn_of_counting
-
     warn_of_counting(source)
     _warn_of_imports(config, source, project)
 
