@@ -90,12 +90,14 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 @pytest.fixture(autouse=True)
-def umask_as_before() -> Iterator[None]:
-    """Restore the umask after each test.
+def process_as_before() -> Iterator[None]:
+    """Restore the umask and the import path after each test.
 
-    A rank or a supervisor that runs in this process sets 077. A box made after that would be readable by root only.
+    A rank or a supervisor that runs in this process sets 077: a box made after that would be readable by root only.
+    A run's copy of the project comes first on the path: later ranks would import their tests from there.
     """
-    before = os.umask(0o022)
-    os.umask(before)
+    umask, path = os.umask(0o022), sys.path[:]
+    os.umask(umask)
     yield
-    os.umask(before)
+    os.umask(umask)
+    sys.path[:] = path

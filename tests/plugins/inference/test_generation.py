@@ -43,7 +43,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Return a run of the language model on bytes. It has a checkpoint of its first weights."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "a.txt").write_text("one two three four " * 20)
     tokenize([str(tmp_path / "a.txt")], tmp_path / "tokens", Encoder(None, None))
     made = rundir.create("lm")

@@ -58,7 +58,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Return a run with three checkpoints. The one of step 30 also holds averages: the weights of step 31."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     made = rundir.create("digits")
     settings = ["model.name=lenet", "checkpoint.keep_best=eval/accuracy"]
     made.config.write_text(configs.dump_config(configs.load_config(None, settings, site=False)))

@@ -22,9 +22,7 @@ from toolkit.run.submission.submit import dry_run
 @pytest.fixture(autouse=True)
 def imports(tmp_path: Path) -> Iterator[None]:
     """Forget what a test imports from its own files."""
-    path = sys.path[:]
     yield
-    sys.path[:] = path
     for name, module in [*sys.modules.items()]:
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
