@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from toolkit.base.staged import staged
     from toolkit.config import JobConfig, load_config
     from toolkit.data.datasets import Dataset, build_datasets
-    from toolkit.plugins.formats.images.mixing import PairMixing
+    from toolkit.plugins.formats.images.photographs import PairMixing
     from toolkit.plugins.formats.shards.dataset import ShardedData
     from toolkit.plugins.formats.shards.raw_tokens import RawTokens
     from toolkit.plugins.formats.streams import Streams
@@ -67,7 +67,7 @@ _HOMES = {
     "Job": "toolkit.train.job",
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
-    "PairMixing": "toolkit.plugins.formats.images.mixing",
+    "PairMixing": "toolkit.plugins.formats.images.photographs",
     "RawTokens": "toolkit.plugins.formats.shards.raw_tokens",
     "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.run.submission.handle",

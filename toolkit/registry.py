@@ -24,7 +24,7 @@ log = logs.get(__name__)
 #: * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
 #: * ``strategies``: for a value of ``strategy.name``, a :class:`StrategyKind`, in a module that imports no torch.
 #: * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
-#: * ``trackers``: for a word after `toolkit sync RUN`, a class, see `toolkit.plugins.trackers.protocol`.
+#: * ``trackers``: for a word after `toolkit sync RUN`, a class, see `toolkit.plugins.trackers`.
 #: * ``backends``: for a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
 #: * ``devices``: for torch's name of a type of device, a :class:`toolkit.devices.kinds.DeviceKind`.
 #: * ``adapters``: a module: a script that calls something of it has the toolkit in its loop, as by `toolkit.start()`.
@@ -64,17 +64,17 @@ STRATEGIES = {
     "zero": StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, ("shards", "replicas")),
     "dp": StrategyKind(_SPMD, _PLAIN, True, True),
     "custom": StrategyKind(_SPMD, "toolkit.config.validation:CustomChecks"),
-    "auto": StrategyKind(f"{_P}.methods.auto:build", f"{_P}.methods.auto_checks:AutoChecks", True, True, True),
+    "auto": StrategyKind(f"{_P}.methods.auto:build", f"{_P}.methods.checks:AutoChecks", True, True, True),
     "local_sgd": StrategyKind(
-        f"{_P}.methods.local_sgd:build", f"{_P}.methods.local_sgd_checks:LocalSgdChecks", True),
+        f"{_P}.methods.local_sgd:build", f"{_P}.methods.checks:LocalSgdChecks", True),
     "parameter_server": StrategyKind(
-        f"{_P}.methods.parameter_server.roles:build",
-        f"{_P}.methods.parameter_server.checks:ParameterServerChecks", True),
+        f"{_P}.methods.parameter_server.servers:build",
+        f"{_P}.methods.checks:ParameterServerChecks", True),
     "pipeline": StrategyKind(
-        f"{_P}.model_parallel.pipeline:build", f"{_P}.model_parallel.pipeline_checks:PipelineChecks", True, True,
+        f"{_P}.model_parallel.pipeline:build", f"{_P}.model_parallel.checks:PipelineChecks", True, True,
         mesh=("stages", "replicas")),
     "tensor": StrategyKind(
-        f"{_P}.model_parallel.tensor_layout:build", f"{_P}.model_parallel.tensor_checks:TensorChecks", True, True,
+        f"{_P}.model_parallel.tensor_layout:build", f"{_P}.model_parallel.checks:TensorChecks", True, True,
         sharded=True, mesh=("tensor", "replicas", "shards")),
 }
 # fmt: on

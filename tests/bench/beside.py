@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.bench import record
 from tests.waiting import wait_for
-from toolkit.base.node_programs import bare_python
+from toolkit.base.this_node import bare_python
 from toolkit.files import rundir
 
 CONFIG = ["configs/digits_ddp.yaml", "train.epochs=1000000"]

@@ -32,7 +32,7 @@ from toolkit.base import logs
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.config import CheckpointConfig
-from toolkit.hang.activity import Activity
+from toolkit.hang import Activity
 from toolkit.ranks.state import Replicated
 from toolkit.train.checkpoints import Checkpoints
 

@@ -44,9 +44,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from tests.bench import record
 from toolkit.config import DataConfig, ImageConfig
-from toolkit.data.datasets import build_datasets
+from toolkit.data.datasets import Standardise, build_datasets
 from toolkit.data.loader import Loader
-from toolkit.data.pictures import Standardise
 from toolkit.data.randomness import seed_sample
 from toolkit.nodes.agent import state_memory
 from toolkit.plugins.formats.images.photographs import Photographs

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from tests import gold
 from tests.bench import record
-from toolkit.plugins.report.why.rules import all_rules
+from toolkit.plugins.report.why.diagnosis import all_rules
 
 #: The headings of the page, by the first part of a rule's name.
 SUBJECTS = {

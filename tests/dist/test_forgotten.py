@@ -11,7 +11,7 @@ import pytest
 
 from tests.dist.test_resume_check import command
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.site.resume_report import DIFFERENT, IDENTICAL
+from toolkit.plugins.site.resume_compare import DIFFERENT, IDENTICAL
 
 pytestmark = pytest.mark.dist
 

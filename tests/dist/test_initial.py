@@ -33,7 +33,7 @@ from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
-from toolkit.train import init_from as weights
+from toolkit.train import initial as weights
 from toolkit.train.initial import initialised
 
 pytestmark = pytest.mark.dist

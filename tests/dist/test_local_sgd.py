@@ -39,13 +39,13 @@ from toolkit.config.learning_rate import build_schedule, total_steps
 from toolkit.config.strategy import LocalSgdConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
+from toolkit.data.randomness import prepare, reseed
 from toolkit.ranks import collectives
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare, reseed
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 

@@ -16,7 +16,7 @@ import pytest
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import SUBJECTS
 from tests.dist.test_trainer import assert_same, die_after, logged, plain_model, train
-from toolkit.base import node_memory
+from toolkit.base import this_node
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.checkpoint.reader import Loaded
@@ -127,7 +127,7 @@ def copied_after(session: Session, files: Sequence[str], run_dir: Path, every: i
         return plain_write(self, step, state, meta)
 
     Memory.write = write
-    node_memory.available_bytes = lambda *_: free[session.rank]
+    this_node.available_bytes = lambda *_: free[session.rank]
     checkpoint = CheckpointConfig(1000, memory_every_steps=every)
     try:
         result, _ = train(session, run_dir, checkpoint=checkpoint, model=plain_model)

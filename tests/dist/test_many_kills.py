@@ -28,16 +28,15 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
+from toolkit.data.randomness import prepare
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import TRACE_VARIABLE, RunDir
-from toolkit.plugins.site.resume_compare import compare
-from toolkit.plugins.site.resume_report import CheckPlan
+from toolkit.plugins.site.resume_compare import CheckPlan, compare
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]

@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_no_rank_sends_before_the_last_one_has_opened_mpi() -> None:
     """A message that arrives while a rank opens Open MPI crashes it. A real start has too short a window to test."""
-    from toolkit.plugins.mpi.backend.opening import await_all
+    from toolkit.plugins.mpi.backend.group import await_all
 
     store, size = HashStore(), 4
     with ThreadPoolExecutor(size) as pool:

@@ -21,9 +21,8 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.plugins.methods import compression as layouts
-from toolkit.plugins.methods.compressed import Compressed
-from toolkit.plugins.methods.compression import Overlapped, _BucketHook
+from toolkit.plugins.methods import compressed as layouts
+from toolkit.plugins.methods.compressed import Compressed, Overlapped, _BucketHook
 from toolkit.plugins.methods.compression_schemes import Blocks
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs

@@ -38,9 +38,9 @@ from toolkit.base.errors import ConfigError, NotFiniteError, UnsavableStateError
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.folder import committed, newest_step
 from toolkit.config import JobConfig
+from toolkit.data.randomness import prepare, reseed
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.train.seeds import prepare, reseed
 from toolkit.train.user_loop import TrainingRun
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]

@@ -25,12 +25,12 @@ from toolkit.config import JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.config.strategy import ParameterServerConfig
 from toolkit.data.loader import Loader
+from toolkit.data.randomness import prepare
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]

@@ -42,10 +42,10 @@ from toolkit.checkpoint.whole import export
 from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.config.strategy import PipelineConfig
+from toolkit.data.randomness import reseed
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
-from toolkit.train.seeds import reseed
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 

@@ -32,10 +32,10 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.data import workers
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, eval_batches
+from toolkit.data.randomness import prepare
 from toolkit.files.run_files import AttemptRecord, RunResult
 from toolkit.files.rundir import TRACE_VARIABLE, RunDir, all_runs
-from toolkit.plugins.site.resume_compare import compare
-from toolkit.plugins.site.resume_report import (
+from toolkit.plugins.site.resume_compare import (
     DIFFERENT,
     EPOCH_END,
     FIRST_EPOCH,
@@ -43,6 +43,7 @@ from toolkit.plugins.site.resume_report import (
     CheckPlan,
     CheckReport,
     Resume,
+    compare,
 )
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
@@ -53,7 +54,6 @@ from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]

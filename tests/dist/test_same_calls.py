@@ -19,10 +19,10 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import wait_for
 from toolkit.base.errors import JobCodeError, StoppedError, ToolkitError
 from toolkit.config import JobConfig
+from toolkit.data.randomness import prepare
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop.rounds import STOP
 from toolkit.train import same_calls
-from toolkit.train.seeds import prepare
 from toolkit.train.user_loop import TrainingRun
 
 pytestmark = pytest.mark.dist

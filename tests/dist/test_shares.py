@@ -18,13 +18,13 @@ from tests.dist.ranks import in_run, run_ranks
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import build_loader
+from toolkit.data.randomness import prepare
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]

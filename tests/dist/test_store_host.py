@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from tests.waiting import PATIENCE
 from toolkit.files import rundir
 from toolkit.nodes.agent import reports
-from toolkit.nodes.start import store
+from toolkit.nodes.start import launcher
 from toolkit.plugins.mpi.srun_launcher import StoreHost
 
 pytestmark = pytest.mark.dist
@@ -40,13 +40,13 @@ def soft_limit(files: int) -> Iterator[None]:
 def test_a_store_host_with_a_low_soft_limit_serves_what_the_hard_limit_allows(tmp_path: Path) -> None:
     # This process needs files of its own to start another one, and may hold many after other tests.
     files = max(128, len([*Path("/proc/self/fd").iterdir()]) + 32)
-    ranks = max(60, files // store.CONNECTIONS_A_RANK + 1)
+    ranks = max(60, files // launcher.CONNECTIONS_A_RANK + 1)
     with soft_limit(files):
         host = StoreHost(ranks, "127.0.0.1", os.environ, SimpleQueue(), tmp_path / "store.log")
     try:
         clients = [
             TCPStore("127.0.0.1", host.port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
-            for _ in range(ranks * store.CONNECTIONS_A_RANK)
+            for _ in range(ranks * launcher.CONNECTIONS_A_RANK)
         ]
         for client in clients:
             client.add("count", 1)  # unlike set, it waits for an answer
@@ -94,4 +94,4 @@ def test_a_rank_has_no_more_connections_than_are_reckoned_with(tmp_path: Path) -
     finally:
         host.close()
     saves, nccl, calls = 1, 1, 1  # a clone of each, where there are background saves, NCCL and a user's loop
-    assert int(done.stdout) + saves + nccl + calls <= store.CONNECTIONS_A_RANK
+    assert int(done.stdout) + saves + nccl + calls <= launcher.CONNECTIONS_A_RANK

@@ -41,12 +41,12 @@ from tests.dist.strategy_cases import (
 )
 from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import StrategyConfig
+from toolkit.data.randomness import reseed
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.evaluate import evaluate
-from toolkit.train.seeds import reseed
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 

@@ -21,13 +21,13 @@ from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
+from toolkit.data.randomness import prepare
 from toolkit.plugins.formats.streams import StreamLoader
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
 pytestmark = pytest.mark.dist

@@ -28,6 +28,7 @@ from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyCon
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, eval_batches
+from toolkit.data.randomness import prepare
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
@@ -36,7 +37,6 @@ from toolkit.train.evaluate import evaluate
 from toolkit.train.job import Hooks
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import prepare
 from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]

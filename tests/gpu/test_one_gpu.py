@@ -24,8 +24,7 @@ from tests.dist.test_fork import Site
 from tests.gpu import NO_GPU, throughput, training
 from toolkit.checkpoint.background import Staging
 from toolkit.checkpoint.exchange import ReplicaSums
-from toolkit.data.batches import _copy_stream
-from toolkit.data.loader import Loader
+from toolkit.data.loader import Loader, _copy_stream
 from toolkit.devices import page_locked
 from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.inference.program import write_program

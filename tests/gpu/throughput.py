@@ -25,6 +25,7 @@ from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyCon
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import Indices
+from toolkit.data.randomness import apply_gpu_settings
 from toolkit.ranks.session import Session
 from toolkit.strategies import Loss, Objective, build_strategy
 from toolkit.strategies.layouts import autocast
@@ -34,7 +35,6 @@ from toolkit.train.evaluate import Evaluations
 from toolkit.train.job import Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.seeds import apply_gpu_settings
 from toolkit.train.state import identity
 
 #: Different batches in memory, which come again and again.

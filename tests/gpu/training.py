@@ -17,9 +17,9 @@ from tests.dist.objectives import cross_entropy
 from tests.dist.strategy_cases import part, plain_model, rates
 from tests.gpu import throughput
 from tests.waiting import wait_for
+from toolkit import hang
 from toolkit.config import OptimConfig, StrategyConfig, TrainConfig
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
@@ -174,13 +174,13 @@ def hang_report(session: Session) -> tuple[str, list[str]]:
     environ = {"TOOLKIT_SUPERVISED": "1", "TOOLKIT_RUN_DIR": str(session.run_dir), "TOOLKIT_ATTEMPT": "1"}
     folder = RunDir(session.run_dir).attempt_logs(1)
     folder.mkdir(parents=True, exist_ok=True)
-    stacks.answer(session.rank, environ)
+    hang.answer(session.rank, environ)
     for _ in range(3):
         dist.all_reduce(torch.ones(8, device=session.device))
     if session.device.type == "cuda":
         torch.cuda.synchronize()
-    os.kill(os.getpid(), stacks.ASK)
-    path = stacks.stack_path(folder, session.rank)
-    wait_for(lambda: path.read_text().endswith(stacks.ANSWERED), 60, "the rank's answer")
-    dump = pickle.loads(stacks.flight_path(folder, session.rank).read_bytes())
+    os.kill(os.getpid(), hang.ASK)
+    path = hang.stack_path(folder, session.rank)
+    wait_for(lambda: path.read_text().endswith(hang.ANSWERED), 60, "the rank's answer")
+    dump = pickle.loads(hang.flight_path(folder, session.rank).read_bytes())
     return path.read_text(), [entry["profiling_name"] for entry in dump.get("entries", ())]

@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 74_354,
-    "files of toolkit/": 488,
+    "lines of toolkit/": 73_604,
+    "files of toolkit/": 408,
     "classes of toolkit/": 668,
-    "functions of toolkit/": 5081,
-    "lines of the core": 48_048,  # 3 more: a log on a disk that is away does not end --follow
-    "files of the core": 308,
-    "lines of plugins": 26_306,
-    "files of plugins": 180,
+    "functions of toolkit/": 5082,
+    "lines of the core": 47_854,  # 3 more: a log on a disk that is away does not end --follow
+    "files of the core": 270,
+    "lines of plugins": 25_750,
+    "files of plugins": 138,
     "hooks": 0,
-    "lines of tests/": 85_587,  # 17 more: two tests of what guards had caught, a pattern
+    "lines of tests/": 85_579,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 143,
-    "words of docs": 75_717,
+    "words of docs": 75_709,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

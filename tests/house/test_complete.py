@@ -31,7 +31,7 @@ from toolkit.config.catalog import entry_of
 from toolkit.config.cluster import FLAGS, REFUSED
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
-from toolkit.run.submission.sbatch import sbatch_script, srun_options
+from toolkit.run.submission.executors import sbatch_script, srun_options
 from toolkit.strategies import build_strategy
 
 #: Strategies that have tests of their own instead of the contract's: one process with all GPUs of a node, a choice
@@ -123,7 +123,7 @@ def test_each_key_of_cluster_reaches_sbatch_by_a_flag_that_cannot_be_set_twice(k
     assert lines
     flags = re.findall(r"(?m)^#SBATCH --([\w-]+)", "\n".join(lines))
     assert key == "extra" or {*flags} <= REFUSED.keys(), "a flag that is missing in REFUSED of cluster.py"
-    assert (srun_options(config) != options) == (key not in NOT_FOR_SRUN), "`srun_options()` of sbatch.py, or here"
+    assert (srun_options(config) != options) == (key not in NOT_FOR_SRUN), "`srun_options()` of executors.py, or here"
 
 
 #: How a follow-up job that is submitted inside a job gets a key's value: by Slurm's variables or answer about the job,

@@ -17,9 +17,9 @@ from toolkit.base.errors import EXIT_REQUEST, ConfigError
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, all_keys, load_config, value_of
 from toolkit.limits import limits_of
-from toolkit.plugins.site import config_schema
+from toolkit.plugins.site import site_file
 
-SCHEMA = json.loads(config_schema.text())
+SCHEMA = json.loads(site_file.text())
 VALIDATOR = Draft7Validator(SCHEMA)
 #: Values of all types.
 VALUES: tuple[Any, ...] = (

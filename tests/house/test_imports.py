@@ -112,7 +112,7 @@ USING_PUBLIC_NAMES = {"run/rank/user_job.py", "plugins/site/proof_rank.py"}
 #: Where an optional part is made: below an `if` on what asks for it. Those of the whole process are in its parts.py.
 MAKING_PARTS = {
     *("nodes/agent/parts.py", "run/supervise/parts.py", "train/parts.py"),
-    *("strategies/__init__.py", "strategies/update/apply.py", "train/optim.py", "run/rank/main.py"),
+    *("strategies/__init__.py", "strategies/update/apply.py", "run/rank/main.py"),
     *("run/prepare/new_run.py", "run/submission/executors.py", "run/submission/handle.py"),
     *("run/submission/resume.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
     *("slurm/commands.py", "config/validation.py"),
@@ -349,21 +349,21 @@ def test_only_fsio_renames_files() -> None:
 #: Where files are read that are neither of a run nor of a cache that others may write into, and why.
 OTHER_FILES = {
     "what the kernel tells": (
-        *("base/disks", "base/node_memory", "base/proc_stat", "base/process_identity", "base/signals", "devices/"),
-        *("hang/stacks", "nodes/agent/connections", "nodes/agent/processes", "nodes/agent/zygote"),
+        *("base/this_node", "base/procfs", "base/signals", "devices/"),
+        *("hang", "nodes/agent/link", "nodes/agent/processes", "nodes/agent/zygote"),
         *("plugins/node_watch/", "plugins/site/checks/", "plugins/site/measure"),
         *("plugins/staging/whole", "slurm/network", "train/state"),
     ),
     "what is installed with the toolkit": (
         *("config/cluster", "config/job_module", "data/datasets", "cli/new_project", "plugins/report/page"),
-        *("plugins/report/why/rules", "run/prepare/snapshot"),
+        *("plugins/report/why/diagnosis", "run/prepare/snapshot"),
     ),
     "data, sources and files that the user names, who may name a pipe": (
         *("nodes/start/python_command", "plugins/formats/shards/", "plugins/staging/", "plugins/formats/tokens/"),
-        *("plugins/report/why/cause", "slurm/cluster_name"),
+        *("plugins/report/why/page", "slurm/cluster_name"),
     ),
     "what the same process has made": (
-        *("base/fsio", "base/reading", "plugins/formats/images/pixel_cache", "plugins/memory/", "train/profile"),
+        *("base/fsio", "base/reading", "plugins/formats/images/photographs", "plugins/memory/", "train/profile"),
     ),
 }
 
@@ -418,8 +418,8 @@ def test_texts_of_errors_are_cut_where_they_are_written() -> None:
 
 
 NAMES_OF_PROGRAMS = (
-    "plugins/site/reservations",
-    *("slurm/commands", "slurm/srun_commands", "plugins/site/slurm_site", "run/requeue/script_options"),
+    "plugins/site/site_limits",
+    *("slurm/commands", "slurm/srun_commands", "plugins/site/site_profile", "run/requeue/follow_up"),
 )
 
 

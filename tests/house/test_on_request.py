@@ -30,9 +30,9 @@ from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.run.prepare import live_values
-from toolkit.run.records import changes, user_request
+from toolkit.run.records import changes, stop_request
 from toolkit.run.records.changes import LIVE, Change, in_force
-from toolkit.run.records.user_request import Answer, UserRequest, Wish
+from toolkit.run.records.stop_request import Answer, UserRequest, Wish
 from toolkit.train import profile
 from toolkit.train.on_request import OnRequest
 
@@ -59,11 +59,11 @@ class Rank:
 
     def ask(self, step: int, request: UserRequest) -> Answer | None:
         """Carry out a new request at this step."""
-        return self.carry_out(step, user_request.put(self._run, request))
+        return self.carry_out(step, stop_request.put(self._run, request))
 
     def carry_out(self, step: int, request_id: str) -> Answer | None:
-        self.on_request.carry_out(user_request.KIND + request_id, step)
-        return user_request.answer_to(self._run, request_id)
+        self.on_request.carry_out(stop_request.KIND + request_id, step)
+        return stop_request.answer_to(self._run, request_id)
 
     def set(self, step: int, **values: Any) -> Answer | None:
         return self.ask(step, request(**values))
@@ -135,7 +135,7 @@ def test_a_full_disk_changes_nothing_and_the_answer_says_so(run: RunDir, monkeyp
 
 def test_a_request_is_carried_out_once(run: RunDir) -> None:
     """Two supervisors may propose it twice. A rank may die between the history and the answer."""
-    rank, asked = Rank(run), user_request.put(run, request(lr=0.2))
+    rank, asked = Rank(run), stop_request.put(run, request(lr=0.2))
     rank.carry_out(5, asked)
     rank.carry_out(6, asked)
     assert [change.step for change in changes.read(run)] == [5]
@@ -148,8 +148,8 @@ def test_a_request_is_carried_out_once(run: RunDir) -> None:
 
 
 def test_a_request_that_is_withdrawn_before_its_step_changes_nothing(run: RunDir) -> None:
-    rank, asked = Rank(run), user_request.put(run, request(lr=0.2))
-    user_request.remove(run, asked)
+    rank, asked = Rank(run), stop_request.put(run, request(lr=0.2))
+    stop_request.remove(run, asked)
     assert rank.carry_out(5, asked) is None
     assert (rank.values, changes.read(run)) == ({}, [])
     assert list((run.path / "requests").iterdir()) == []
@@ -252,13 +252,13 @@ def test_a_profile_that_cannot_begin_does_not_end_the_training(run: RunDir, monk
 
 def test_a_second_profile_is_refused_while_one_is_made(run: RunDir) -> None:
     rank = Rank(run)
-    asked = user_request.put(run, profile_of(2))
+    asked = stop_request.put(run, profile_of(2))
     assert rank.carry_out(5, asked) is None
     answer = rank.ask(6, profile_of(2))
     assert "a profile is being made up to step 7: ask again after it" in ((answer and answer.refused) or "")
     rank.rates(6, 7)
     rank.on_request.close()  # the training ends after one of two steps
-    answer = user_request.answer_to(run, asked)
+    answer = stop_request.answer_to(run, asked)
     assert answer is not None
     assert (answer.step, answer.steps) == (5, 1)
     (file,) = answer.files
@@ -282,12 +282,12 @@ def test_the_files_of_a_profile_of_the_last_steps_are_waited_for(run: RunDir, mo
     monkeypatch.setattr(profile.StepProfile, "_write", write_late)
     monkeypatch.setattr(profile.StepProfile, "close", close_noting)
     rank = Rank(run)
-    asked = user_request.put(run, profile_of(2))
+    asked = stop_request.put(run, profile_of(2))
     rank.carry_out(5, asked)
     rank.rates(6, 8)
-    assert user_request.answer_to(run, asked) is None
+    assert stop_request.answer_to(run, asked) is None
     rank.on_request.close()
-    answer = user_request.answer_to(run, asked)
+    answer = stop_request.answer_to(run, asked)
     assert answer is not None
     assert (answer.step, answer.steps, len(answer.files)) == (5, 2, 1)
 

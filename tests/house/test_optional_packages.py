@@ -19,7 +19,7 @@ from toolkit import config as configs
 from toolkit.base import torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import DataConfig
-from toolkit.data.pictures import Pictures
+from toolkit.data.datasets import Pictures
 from toolkit.plugins.formats.images import catalog, downloads, photographs, small
 from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.plugins.formats.tokens.folder import load_tokenizer

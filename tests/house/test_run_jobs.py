@@ -22,7 +22,7 @@ from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.sweep.states import standings
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.records import ownership, run_jobs, stop_request
+from toolkit.run.records import ownership, stop_request, submitted_run
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
@@ -292,7 +292,7 @@ def test_a_run_that_was_moved_keeps_its_job(
             root.symlink_to(tmp_path / "new")
     monkeypatch.setenv("TOOLKIT_RUNS", str(moved.parent.parent))
     again = RunDir(moved)
-    assert run_jobs.of(again).ask(site.slurm.show_jobs)["1"] is not None
+    assert submitted_run.of(again).ask(site.slurm.show_jobs)["1"] is not None
     assert not attach(again).is_over()
     assert main(["cancel", str(moved)]) == EXIT_DONE
     assert states(site.slurm)["1"] in ("COMPLETING", "CANCELLED")
@@ -342,11 +342,11 @@ def test_a_follow_up_job_is_the_runs_and_one_of_the_same_number_elsewhere_is_not
     claim = train(run, site.slurm, "1")
     script = str(run.submitit / "follow-up.sh")
     claim.note_follow_ups([site.slurm.sbatch(["--dependency=afterany:1", script])])
-    answers = run_jobs.of(run).ask(site.slurm.show_jobs)
+    answers = submitted_run.of(run).ask(site.slurm.show_jobs)
     assert [status and status.state for status in answers.values()] == ["RUNNING", "PENDING"]
     slurm = site.install_anew("alpha")
     for _ in range(2):
         slurm.sbatch(["/home/u/other.sh"])
-    assert run_jobs.of(run).ask(slurm.show_jobs) == {"1": None, "2": None}
+    assert submitted_run.of(run).ask(slurm.show_jobs) == {"1": None, "2": None}
     attach(run).cancel()
     assert [*states(slurm).values()] == ["PENDING", "PENDING"]

@@ -25,8 +25,8 @@ from toolkit.data.loader import build_loader
 from toolkit.plugins.formats.images.photographs import training_transform
 from toolkit.plugins.methods import local_sgd
 from toolkit.plugins.methods.compression_schemes import build_scheme
-from toolkit.plugins.methods.parameter_server import roles as parameter_server
-from toolkit.plugins.model_parallel import schedules
+from toolkit.plugins.methods.parameter_server import servers as parameter_server
+from toolkit.plugins.model_parallel import pipeline
 from toolkit.plugins.model_parallel.stage_module import Grid
 from toolkit.plugins.model_parallel.tensor_plan import _torch_style
 from toolkit.ranks.batch import Share
@@ -65,8 +65,8 @@ def a_server(mode: str) -> object:
 def a_pipeline_schedule(schedule: str) -> object:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PipelineStage", "Schedule1F1B", "ScheduleGPipe"):  # torch's, which need other ranks
-            patch.setattr(schedules, name, lambda *_, **__: object())
-        return schedules.build_schedule(schedule, Grid(1, 1, 0, 1), NOBODY, [NOBODY], CPU, 2, NOBODY)
+            patch.setattr(pipeline, name, lambda *_, **__: object())
+        return pipeline.build_schedule(schedule, Grid(1, 1, 0, 1), NOBODY, [NOBODY], CPU, 2, NOBODY)
 
 
 def a_meeting(outer: str) -> object:

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from tests.scale import Curve
-from toolkit.hang.watchdog import Watchdog
+from toolkit.hang import Watchdog
 from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.reports import Digest, NodeProgress, RankReport, merge, parse
 from toolkit.ranks import older_torch

@@ -10,8 +10,8 @@ from typing import cast
 from unittest.mock import patch
 
 from tests.scale import Curve
+from toolkit import hang
 from toolkit.files import rundir
-from toolkit.hang import stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.start.agents import Agents
@@ -45,7 +45,7 @@ class Nodes:
 
     def _read(self, path: Path) -> str:
         time.sleep(DELAY_S)
-        return (WORKS if path.stem == f"stack-{self._last}" else WAITS) + stacks.ANSWERED
+        return (WORKS if path.stem == f"stack-{self._last}" else WAITS) + hang.ANSWERED
 
 
 def investigate(ranks: int) -> Mapping[str, float]:

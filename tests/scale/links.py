@@ -23,7 +23,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit.base import open_files
+from toolkit.base import this_node
 from toolkit.files import rundir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, AuthenticatedLink
@@ -42,7 +42,7 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
 
     ``moves`` of a digest has the time of sending in ms, from which the supervisor's side computes its age.
     """
-    open_files.claim_all()
+    this_node.claim_all()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
     links: dict[socket.socket, AuthenticatedLink] = {}
     here = {"is": "here", "start": int(start), "again": False, "relay": None}
@@ -117,7 +117,7 @@ def serve(nodes: int) -> Mapping[str, float]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(launched, "job_address", lambda *_: "127.0.0.1"),
-        open_files.all_claimed(),
+        this_node.all_claimed(),
     ):
         before_kb = _resident_kb()
         agents = Agents(rundir.create("scale", Path(folder)), allocation, starter)

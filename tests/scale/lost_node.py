@@ -23,7 +23,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import NodeFailed, RanksExited
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
-from toolkit.run.supervise import attempt_loop, beginning, supervisor
+from toolkit.run.supervise import attempt_loop, supervisor
 
 RANKS_A_NODE = 8
 
@@ -46,7 +46,7 @@ def end(nodes: int) -> Mapping[str, float]:
     allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(beginning, "refuse_too_many_ranks"),
+        patch.object(supervisor, "refuse_too_many_ranks"),
         patch.object(attempt_loop, "ERROR_REPORTS_S", 0.01),
         patch.object(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: set()),
         patch.object(attempt_loop.log, "error"),

@@ -16,8 +16,8 @@ from tests import hangs
 from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
+from toolkit import hang
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 
@@ -75,7 +75,7 @@ def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(si
     assert f"rank {rank} on {NODES[rank]}, attempt 1: {named.how}" in why
     assert ("in hang_for_ever" in why) == (story != "stopped")
     assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
-    answered = {r for r in range(3) if stacks.stack_path(run.attempt_logs(1), r).exists()}
+    answered = {r for r in range(3) if hang.stack_path(run.attempt_logs(1), r).exists()}
     assert answered == set(range(3)) - ({rank} if story == "stopped" else set())
     between_s = after.started - hung.ended
     print(f"{story}: {named.how}; next attempt after {between_s:.2f} s")
@@ -111,7 +111,7 @@ def test_silent_ranks_of_a_script_on_several_nodes_are_named_and_started_again(s
     named = hung.first_failure
     assert (named.rank, named.host) == (1, NODES[1])
     assert re.fullmatch(r"silent \(script\.py:7\), \d+ s; 2 others silent \(script\.py:10\)", named.how), named
-    texts = [stacks.stack_path(run.attempt_logs(1), rank).read_text() for rank in range(3)]
+    texts = [hang.stack_path(run.attempt_logs(1), rank).read_text() for rank in range(3)]
     assert ["in hang_for_ever" in text for text in texts] == [False, True, False]
     assert ["sleep, S (sleeping)" in text for text in texts] == [True, False, True]
     assert [text.count("# process") for text in texts] == [3, 2, 3]  # its processes, and whose stack it is

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.hang import stacks
-from toolkit.hang.stacks import debug_environment
+from toolkit import hang
+from toolkit.hang import debug_environment
 
 
 def dump(*entries: str) -> bytes:
@@ -40,19 +40,19 @@ def test_the_recorder_that_has_seen_collectives_is_dumped(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**recorders))
-    stacks._dump_flight_recorder(tmp_path / "flight-0")
+    hang._dump_flight_recorder(tmp_path / "flight-0")
     assert pickle.loads((tmp_path / "flight-0").read_bytes())["entries"] == [expected]
 
 
 def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
     for name, text in {"stack-0.txt": "", "stack-1.txt": "told", "stack-1-worker-0.txt": "", "rank-0.log": ""}.items():
         (tmp_path / name).write_text(text)
-    stacks.remove_unused(tmp_path)
+    hang.remove_unused(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "stack-1.txt"]
 
 
 def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
-    code = "import os\nfrom toolkit.hang import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\n"
+    code = "import os\nfrom toolkit import hang\nhang.answer(0, {})\nos.kill(os.getpid(), hang.ASK)\n"
     code += "print('on')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
 

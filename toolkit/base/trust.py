@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.base import fsio
 from toolkit.base.errors import RequestError
 
 TRUST_VARIABLE = "TOOLKIT_TRUST"
@@ -171,3 +172,18 @@ def _way_to(path: Path) -> Iterator[Path]:
             target = at.readlink()
             at = Path("/") if target.is_absolute() else at.parent
             names += [part for part in reversed(target.parts) if part != "/"]
+
+
+def cache_dir() -> Path | None:
+    """Return this user's cache folder, made with mode 0700.
+
+    None if it cannot be written, or if others may change it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = fsio.expand(base) / "slurm-batch-toolkit"
+    try:
+        if not folder.is_absolute() or reason_against(fsio.make_dir(folder)) is not None:
+            return None
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None

@@ -210,7 +210,7 @@ def _keys() -> dict[str, list[str]]:
     """Return the keys of every config, each with the words that it takes."""
     from toolkit import __version__
     from toolkit.base import fsio
-    from toolkit.base.user_cache import cache_dir
+    from toolkit.base.trust import cache_dir
 
     folder = cache_dir()
     # The time of the newest source: in a checkout the keys change while the version stays.

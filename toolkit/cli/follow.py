@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import heapq
+import io
 import json
+import re
 import shlex
 import shutil
 import sys
+import time
 from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from toolkit.base import terminal, tracebacks
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
+from toolkit.base import reading, terminal, tracebacks
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError, RequestError
+from toolkit.base.this_node import claim_all
+from toolkit.base.tracebacks import as_drawn
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.plugins.node_watch import efficiency
 from toolkit.run.attempt import advice
+from toolkit.run.attempt.error_files import read_error_files
+from toolkit.run.attempt.facts import first_failure
 from toolkit.run.submission.handle import Run
 
 if TYPE_CHECKING:
@@ -178,3 +190,189 @@ def _short(path: Path) -> str:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+#: A log is read in such pieces, so that one of many GiB needs no memory.
+READ_BYTES = 1 << 20
+#: A progress bar is written so often where it cannot be drawn in place.
+BAR_S = 10.0
+#: A line below, after which the cursor goes back up: a bar below another one.
+_BELOW = re.compile(r"\n([^\n]*?)\x1b\[A")
+
+
+class GrowingLog:
+    """The log of ``rank``, or of the supervisor. Without an ``attempt`` it is the newest attempt's at any time."""
+
+    def __init__(self, run: RunDir, rank: int | None, attempt: int | None = None) -> None:
+        self._run, self._rank, self._moves_on = run, rank, attempt is None and rank is not None
+        self._attempt = attempt or self._newest()
+        self._begin()
+
+    def _begin(self, at: int = 0) -> None:
+        self._at = at
+        self._rest = ""  #: a line that is not ended yet
+        # While a log grows, the last character may be half written: the decoder keeps its bytes for the next read.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def position(self) -> tuple[Path, int]:
+        """Return how far the log is read."""
+        return self.path, self._at
+
+    @property
+    def path(self) -> Path:
+        if self._rank is None:
+            return self._run.logs / "supervisor.log"
+        return self._run.rank_log(self._attempt, self._rank)
+
+    def _newest(self) -> int:
+        return max(self._run.attempts_with_logs(), default=1)
+
+    def skip(self, lines: int | None = 0) -> None:
+        """Go to the last ``lines`` of what is there; None stays at the beginning."""
+        if lines is None or not self.path.exists():
+            return
+        with reading.open_file(self.path) as file:
+            at = file.seek(0, io.SEEK_END)
+            # Search backwards, in pieces. The last byte only ends the last line.
+            limit = at - 1
+            while lines and limit > 0:
+                begin = max(0, limit - READ_BYTES)
+                file.seek(begin)
+                piece = file.read(limit - begin)
+                cut = len(piece)
+                while lines and (cut := piece.rfind(b"\n", 0, cut)) >= 0:
+                    lines -= 1
+                at, limit = begin + cut + 1, begin
+        self._begin(0 if lines else at)
+
+    def read(self) -> str:
+        """Return the next lines. Empty where none has ended since, or there is no log yet.
+
+        The last line of an attempt's log ends with it.
+        """
+        data = self._read()
+        ended = ""
+        if not data and self._moves_on and (newest := self._newest()) > self._attempt:
+            ended, self._attempt = self.end(), newest
+            ended += "\n" if ended else ""
+            self._begin()
+            data = self._read()
+        text = self._rest + self._decoder.decode(data)
+        while (above := _BELOW.sub("\r\\1\r", text)) != text:
+            text = above
+        lines, newline, rest = text.rpartition("\n")
+        # Of a bar that is drawn for hours only what is seen of it is kept.
+        self._rest = rest if len(rest) < READ_BYTES else as_drawn(rest)
+        return ended + "".join(f"{as_drawn(line)}\n" for line in lines.split("\n") if newline)
+
+    @property
+    def drawn(self) -> str:
+        """Return what is seen of a line that is not ended yet, such as a progress bar."""
+        return as_drawn(self._rest)
+
+    def end(self) -> str:
+        """Return the last line, where nothing has ended it."""
+        return as_drawn(self._rest + self._decoder.decode(b"", final=True))
+
+    def _read(self) -> bytes:
+        try:
+            with reading.open_file(self.path) as file:
+                file.seek(self._at)
+                data = file.read(READ_BYTES)
+        except FileNotFoundError:
+            return b""
+        self._at += len(data)
+        return data
+
+
+#: A time at the beginning of a line, as the toolkit and Python's logging write it: with the date, or without.
+_TIME = re.compile(r"\W{0,2}(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
+#: Without a date, a time that is this much earlier than the one before is of the next day.
+_NEXT_DAY_S = 12 * 3600
+#: Longer lines are shown in parts: a file of one line need not fit into memory.
+_MOST_CHARS = 1 << 20
+#: The number of log lines that are shown of a rank that failed without a report, such as one that was killed.
+_LAST_LINES = 25
+
+
+def merged(run: RunDir, attempt: int) -> Iterator[str]:
+    """Yield the lines of the supervisor and of all ranks in order of time.
+
+    Each begins with its writer's name. A line without a time belongs to the one before it. Lines of the supervisor from
+    before the attempt are left out.
+    """
+    files = sorted(run.attempt_logs(attempt).glob("rank-*.log"), key=_rank)
+    if not files:
+        raise RequestError(f"run {run.id} has no log of a rank of attempt {attempt} yet; `toolkit logs {run.id}`")
+    claim_all()  # there may be a thousand ranks
+    # The attempt's start, to the second. Where no file has it, the time of the oldest log.
+    status = run.status()
+    known = {line.attempt: line.started for line in run.attempts()} | {status.attempt: status.started}
+    begun = float(int(known.get(attempt) or min(path.stat().st_mtime for path in files)))
+    names = [f"rank {_rank(path)}" for path in files]
+    width = max(len("supervisor"), *map(len, names))
+    streams = [_stamped(path, f"{name:<{width}} | ", begun) for path, name in zip(files, names, strict=True)]
+    supervisor = _stamped(run.logs / "supervisor.log", f"{'supervisor':<{width}} | ", begun)
+    streams.append((at, line) for at, line in supervisor if at >= begun)
+    for _, line in heapq.merge(*streams, key=lambda stamped: stamped[0]):
+        yield line
+
+
+def _rank(path: Path) -> int:
+    match = re.search(r"(\d{1,9})", path.name)
+    return int(match[1]) if match else 0
+
+
+def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]:
+    """Yield the lines of a log behind ``head``, each with its time."""
+    at = begun
+    try:
+        with reading.open_text(path, newline="\n") as file:
+            while read := file.readline(_MOST_CHARS):
+                line = as_drawn(read)
+                at = _time_of(line, at)
+                yield at, f"{head}{line}\n"
+    except FileNotFoundError:
+        return
+
+
+def _time_of(line: str, before: float) -> float:
+    """Return the time that a line begins with. Without one, return ``before``, the time of the line above."""
+    match = _TIME.match(line)
+    if match is None:
+        return before
+    date = match[1] or time.strftime("%Y-%m-%d", time.localtime(before))
+    fraction = float(f"0.{match[5] or 0}")
+    try:
+        at = datetime.fromisoformat(f"{date}T{match[2]}:{match[3]}:{match[4]}").timestamp() + fraction
+    except ValueError:
+        return before
+    # A time without a date says no day, and without a fraction it may seem to be before the line above.
+    if match[1] is None and before - at > _NEXT_DAY_S:
+        at += 86400
+    return at if match[1] else max(at, before)
+
+
+def errors(run: RunDir, attempt: int) -> Iterator[str]:
+    """Yield each failed rank's report about its end, the first failing rank first.
+
+    A rank that was killed wrote no report. If it failed first, the last lines of its log are shown.
+    """
+    reports = sorted(read_error_files(run.attempt_logs(attempt)), key=lambda report: report.time)
+    record = next((line for line in run.attempts() if line.attempt == attempt), None)
+    # The supervisor knows of signals as well, but only when the attempt has ended.
+    first = (record and record.first_failure) or first_failure(reports)
+    if first is None:
+        yield f"no rank of attempt {attempt} has failed\n"
+        return
+    reports.sort(key=lambda report: report.rank != first.rank)
+    if not reports or reports[0].rank != first.rank:
+        yield f"rank {first.rank} on {first.host} failed first: {first.how}\n"
+        if first.rank is not None and (log := run.rank_log(attempt, first.rank)).exists():
+            with reading.open_text(log, newline="\n") as file:
+                yield from (f"  {as_drawn(line).rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
+    for report in reports:
+        order = "first" if report.rank == first.rank else "later"
+        yield f"rank {report.rank} on {report.host} failed {order}: {report.how}\n"
+        yield from (f"  {line}\n" for line in report.traceback.rstrip().splitlines())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.cli import slow
-from toolkit.files.run_files import RunState, waits_until
+from toolkit.base import hostlist
+from toolkit.base.durations import in_one_unit
+from toolkit.files.run_files import RunState, RunStatus, waits_until
 from toolkit.run.records import changes
 from toolkit.slurm import states
 
@@ -38,7 +39,7 @@ def of(row: Mapping[str, Any]) -> list[str]:
     found += [row["save_error"]] if row["save_error"] else []
     found += [f"{host} is not used: {reason}" for host, reason in row["bad_nodes"].items()]
     found += [f"node {host}: {what}" for host, what in row["ailing_nodes"].items()]
-    found += [text] if not row["silent"] and (text := slow.remark(row["stragglers"])) else []
+    found += [text] if not row["silent"] and (text := remark(row["stragglers"])) else []
     found += [text] if (text := loss_remark(row["metrics"])) else []
     return found + changes.lines(row["changes"])
 
@@ -74,3 +75,37 @@ def _held_for(row: Mapping[str, Any]) -> str | None:
         return row["reason"] if row["reason"] not in (None, "None") else str(row["slurm"])
     is_held = _waits(row) and ("held" in row["reason"].lower() or row["reason"] in _FOR_EVER)
     return str(row["reason"]) if is_held else None
+
+
+def stragglers(status: RunStatus) -> list[dict[str, Any]]:
+    """Return the newest attempt's stragglers, each with ``slow_s``. ``until`` is None for those that are slow now."""
+    now, rows = status.updated or 0.0, list[dict[str, Any]]()
+    for straggler in status.progress.stragglers:
+        # A straggler of an attempt that has ended was slow until that end.
+        until = straggler.until or status.ended
+        slow_s = round((until or now) - straggler.since, 1)
+        rows.append({**straggler.to_json(), "until": until, "slow_s": slow_s})
+    return rows
+
+
+def remark(slow: Sequence[Mapping[str, Any]]) -> str:
+    """Name the nodes that are slow now, in a few words; empty if none is."""
+    return "; ".join(_what(entry) for entry in slow if entry["until"] is None)
+
+
+def lines(slow: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:
+    """Return lines about the nodes that are or were slow, and about what to do."""
+    if not slow:
+        return []
+    hosts = hostlist.compress(sorted(entry["host"] for entry in slow))
+    leave_out = f"; to leave it out: cluster.exclude={hosts}" if len(nodes) > len(slow) else ""
+    look = f"  all ranks wait for the slowest: see what else runs there, and how hot it is{leave_out}"
+    return [*(f"slow: {_what(entry)}" for entry in slow), look, ""]
+
+
+def _what(entry: Mapping[str, Any]) -> str:
+    verb = "is" if entry["until"] is None else "was"
+    ranks = hostlist.compress(map(str, entry["ranks"])).strip("[]")
+    who = f"{entry['host']} (rank{'s' * (len(entry['ranks']) > 1)} {ranks})"
+    ratio = f"{entry['ratio']:.1f}" if entry["ratio"] >= 1.2 else f"{entry['ratio']:.2f}"
+    return f"{who} {verb} {ratio} times slower than the others for {in_one_unit(entry['slow_s'])}"

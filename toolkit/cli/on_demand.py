@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+from itertools import takewhile
 
+from toolkit.base import hostlist
 from toolkit.base.errors import RequestError
 from toolkit.base.terminal import say
+from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import user_request
-from toolkit.run.records.user_request import Answer, UserRequest
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Answer, StackGroup, UserRequest
 
 DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.
@@ -33,15 +37,15 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
     """
     from toolkit.run.submission.handle import attach  # commands that only print their help do without
 
-    if not 0 < wait_s <= user_request.LONGEST_WAIT_S:
-        raise RequestError(f"--wait {wait_s:g}: from 0 to {user_request.LONGEST_WAIT_S:.0f} seconds")
+    if not 0 < wait_s <= stop_request.LONGEST_WAIT_S:
+        raise RequestError(f"--wait {wait_s:g}: from 0 to {stop_request.LONGEST_WAIT_S:.0f} seconds")
     refuse_unless_running(run)
     handle = attach(run)
-    request_id = user_request.put(run, request)
+    request_id = stop_request.put(run, request)
     try:
         began, has_said = time.monotonic(), False
         for status in handle.statuses():
-            answer, waited_s = user_request.answer_to(run, request_id), time.monotonic() - began
+            answer, waited_s = stop_request.answer_to(run, request_id), time.monotonic() - began
             if answer is not None or waited_s > wait_s:
                 break
             if waited_s > PATIENCE_S and not has_said:
@@ -49,9 +53,9 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
                 where = f"{status.state}, step {status.progress.step or 0}, {status.progress.phase or 'no step yet'}"
                 say(f"waiting for run {run.id}: {where} (Ctrl-C withdraws the request)", sys.stderr)
         # The loop also ends with the run, perhaps after a last answer.
-        answer = user_request.answer_to(run, request_id)
+        answer = stop_request.answer_to(run, request_id)
     finally:
-        user_request.remove(run, request_id)
+        stop_request.remove(run, request_id)
     if answer is None:
         # If the run has ended meanwhile, say so: no wait would have helped.
         refuse_unless_running(run)
@@ -79,3 +83,39 @@ def refuse_other_rank(run: RunDir, rank: int) -> None:
     world_size = run.status().world_size
     if world_size is not None and not 0 <= rank < world_size:
         raise RequestError(f"run {run.id} has no rank {rank}: its ranks are 0 to {world_size - 1}")
+
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
+
+
+def stacks_page(run: RunDir, answer: Answer) -> str:
+    """Return the groups of ranks, the largest first, each with its stack."""
+    step = "" if answer.step is None else f", step {answer.step}"
+    pieces = [f"{run.name}/{run.id}, attempt {answer.attempt}{step}"]
+    for group in sorted(answer.groups, key=lambda group: (-len(group.ranks), group.ranks)):
+        # Without the frames that start the rank: they are the same in all.
+        own = takewhile(lambda line: "/toolkit/run/rank/main.py" not in line, group.stack)
+        pieces.append("\n".join([_head(group), *(f"  {_short(run, line)}" for line in own)]))
+    if not any(group.stack for group in answer.groups):
+        is_early = run.status().state is RunState.STARTING
+        why = "its ranks are starting; try again" if is_early else "a script without toolkit.start() needs py-spy there"
+        pieces.append(f"no Python stack could be read on the nodes: {why}")
+    return "\n\n".join(pieces)
+
+
+def _short(run: RunDir, line: str) -> str:
+    """Return a frame as ``jobs/train.py:12 loss``: a line of a terminal has 80 columns."""
+    match = _FRAME.fullmatch(line)
+    if match is None:
+        return line
+    file = match["file"].rpartition("/site-packages/")[2]
+    for code in (run.code, run.code.resolve()):
+        file = file.removeprefix(f"{code}/")
+    return f"{file}:{match['line']} {match['name']}"
+
+
+def _head(group: StackGroup) -> str:
+    count = len(group.ranks)
+    ranks = hostlist.compress(map(str, group.ranks)).strip("[]")
+    still = f", for {group.still_s:.0f} s" if group.still_s >= 1 else ""
+    return f"{'rank' if count == 1 else f'{count} ranks:'} {ranks}: {group.doing}{still}"

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.checkpoint.folder import newest_step
-from toolkit.cli import notes, slow
+from toolkit.cli import notes
 from toolkit.cli.show import given_words, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.plugins.node_watch import efficiency
 from toolkit.plugins.report.why.runs import cause_of
-from toolkit.plugins.site import node_history, reservations
+from toolkit.plugins.site import node_history, site_limits
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
@@ -51,7 +51,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "is_script": situation.is_script,
         "loss": notes.loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
         "nodes": list(status.nodes),
-        "stragglers": slow.stragglers(status),
+        "stragglers": notes.stragglers(status),
         "last_checkpoint": saved,
         "step_reached": reached,
         "steps_lost": max(0, lost),
@@ -75,7 +75,7 @@ def _waits_for(run: RunDir, row: Mapping[str, Any]) -> list[str]:
     """Return what a run waits for, with the reservation that Slurm's reason does not name."""
     found = [note for note in notes.of(row) if note != row["why"]]
     if re.match(r"ReqNodeNotAvail|Reserv", row["reason"] or "") and (config := run_config.read(run)) is not None:
-        found += filter(None, map(reservations.holding_back, config.cluster.parts))
+        found += filter(None, map(site_limits.holding_back, config.cluster.parts))
     return found
 
 

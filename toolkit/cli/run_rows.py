@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from toolkit.base import fsio, reading
-from toolkit.cli import slow
+from toolkit.cli import notes
 from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.run.records import changes, run_jobs, stop_request
+from toolkit.run.records import changes, stop_request, submitted_run
 
 #: Processes are started to read this many runs. Of so many only the files that matter are read of an ended one.
 _MANY = 1000
@@ -75,7 +75,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "bad_nodes": dict(status.bad_nodes),
         "ailing_nodes": dict(status.ailing_nodes),
         "save_error": progress.save_error if result is None else None,
-        "stragglers": slow.stragglers(status),
+        "stragglers": notes.stragglers(status),
         "goodput": dict(result.goodput) if result is not None and result.goodput else goodput.of_files(run, damage),
         "usage": status.usage and status.usage.to_json(),
         "using": _using(status.usage),
@@ -93,7 +93,7 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
     }
     # Which job has the run matters only while it may go on.
     if is_whole or result is None or status.job_id is None or damage:
-        jobs, sent = run_jobs.of(run, damage), run.submission(damage)
+        jobs, sent = submitted_run.of(run, damage), run.submission(damage)
         asked = stop_request.asked(run, damage)
         row["job_id"], row["follow_ups"] = (jobs.ids[0] if jobs.ids else status.job_id), list(jobs.ids[1:])
         row["cluster"] = jobs.cluster or status.cluster

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import ToolkitError
-from toolkit.base.process_identity import Life
+from toolkit.base.procfs import Life
 from toolkit.cli import columns, notes
 from toolkit.cli.run_rows import OVER, read_rows
 from toolkit.files import rundir
@@ -20,8 +20,7 @@ from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.records import ownership, submitted_run
-from toolkit.run.records.run_jobs import RunJobs
-from toolkit.run.records.submitted_run import HEARD_S, RunStanding
+from toolkit.run.records.submitted_run import HEARD_S, RunJobs, RunStanding
 from toolkit.slurm import cluster_name
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked

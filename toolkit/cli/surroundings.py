@@ -15,7 +15,7 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare import snapshot
-from toolkit.run.submission.sbatch import sbatch_script
+from toolkit.run.submission.executors import sbatch_script
 
 #: Options of sbatch that salloc does not have, or that are about a batch script.
 _OF_BATCH = (

@@ -28,9 +28,8 @@ from toolkit.config import yaml_core
 from toolkit.config.cluster import instead_of_flag
 from toolkit.config.job_module import job_source, params_source
 from toolkit.config.params import dataclass_in, defaults_of
-from toolkit.config.references import MISSING, References, build, escaped, final_value, refers, resolved
 from toolkit.config.schema import FOREIGN_JOB, JobConfig, all_keys
-from toolkit.config.script_arguments import named
+from toolkit.config.script_arguments import MISSING, References, build, escaped, final_value, named, refers, resolved
 from toolkit.config.script_keys import ActingKeys, acting_keys
 from toolkit.config.source import read_source
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of

@@ -28,11 +28,11 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, default_collate
 
+from toolkit import hang
 from toolkit.base.errors import JobCodeError, JobFailedError
 from toolkit.data.permutation import GivenOrder, hash64
 from toolkit.data.randomness import generators_in, generators_kept, origin_of, seed_generator, seed_sample
 from toolkit.data.sampler import BatchPart, Sampler
-from toolkit.hang import stacks
 from toolkit.nodes.agent.die_with_parent import PR_SET_PDEATHSIG
 from toolkit.ranks import nested
 from toolkit.ranks.batch import BadSample, Batch
@@ -375,7 +375,7 @@ class _WorkerStart:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # the parent died before the line above
             os._exit(1)
-        stacks.answer_in_worker(worker)
+        hang.answer_in_worker(worker)
         info = torch.utils.data.get_worker_info()
         assert info is not None
         ForkingPickler.register(torch.Tensor, _sent)

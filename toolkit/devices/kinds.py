@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,54 @@ def contradiction(kind: DeviceKind, environ: Mapping[str, str]) -> str | None:
                 f"and there is no number {lost[0]}: unset {inner}"
             )
     return None
+
+
+_RUNTIME = "(?:CUDA|HIP|XPU)"
+
+#: A text is about some device, whatever it says.
+OF_DEVICES = r"cuda|\bhip\b|\bxpu\b|level_zero"
+#: A device has no memory left. torch's own exception has one name for all kinds.
+DEVICE_OUT_OF_MEMORY = re.compile(
+    rf"OutOfMemory|{_RUNTIME} out of memory|{_RUNTIME} (?:driver )?error: out of memory|'out of memory'"
+    r"|(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY|(?:cuda|hip)ErrorMemoryAllocation|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
+)
+#: This node's devices or their drivers are at fault. A failed assertion in a kernel, a wrong argument and lack of
+#: memory are the program's fault, and ncclRemoteError is about some other node.
+DEVICE_ERROR = re.compile(
+    rf"{_RUNTIME} error: (?!device-side assert|invalid (?:argument|configuration|device function|value|resource)"
+    r"|no kernel image|out of memory|operation not)"
+    r"|uncorrectable ECC|\bXid\b|GPU is lost|fallen off the bus|No (?:CUDA|HIP) GPUs are available|CUDA unknown error"
+    r"|No XPU devices are available|CUDA driver initialization failed|Unexpected error from (?:cuda|hip)GetDeviceCount"
+    r"|(?:UR|ZE)_RESULT_ERROR_DEVICE_LOST|ncclSystemError|ncclUnhandledCudaError"
+)
+
+
+#: Folders and files of a Python environment that nodes without GPUs do not read.
+GPU_FOLDERS, GPU_FILES = ("nvidia", "triton", "cupy"), ("libtorch_cuda", "libtorch_hip")
+#: The packages that bring NCCL. Their names end with CUDA's main version.
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+
+
+def versions(root: Path = Path("/")) -> dict[str, str]:
+    """Return the versions of what torch was built for, of NCCL, and of the node's driver, as far as they are there."""
+    from importlib import metadata  # a fifth of the modules of a node's checks, which do not ask
+
+    spec = find_spec("torch") if "torch" not in sys.modules else sys.modules["torch"].__spec__
+    text = _text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
+    build = re.compile(r"""^(cuda|hip|xpu)\b.*?=\s*['"]([\d.]+[^'"]*)['"]""", re.MULTILINE)
+    found = {"rocm" if name == "hip" else name: version for name, version in build.findall(text)}
+    for name in _NCCL:
+        with suppress(metadata.PackageNotFoundError):
+            found.setdefault("nccl", metadata.version(name))
+    nvidia = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text(root / "proc/driver/nvidia/version"))
+    amd = _text(root / "sys/module/amdgpu/version").strip()
+    if driver := nvidia[1] if nvidia else amd:
+        found["driver"] = driver
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

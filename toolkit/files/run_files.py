@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import hostlist
 from toolkit.base.errors import RequestError
-from toolkit.base.process_identity import ProcessIdentity
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.files import records
 from toolkit.files.json_record import NULL, FileRecord, JsonCodec, JsonRecord
 from toolkit.files.records import MOMENT, NUMBER, TIME_TEXT, WORD, Leaf
@@ -227,7 +227,7 @@ class AttemptStatus(FileRecord):
     restart_count: int | None = None
     host: str | None = None
     pid: int | None = None
-    birth: str = ""  #: of the process, see `toolkit.base.process_identity`
+    birth: str = ""  #: of the process, see `toolkit.base.procfs`
     attempt: int | None = None
     nodes: tuple[Word, ...] = ()
     tasks: tuple[int, ...] = ()
@@ -350,9 +350,9 @@ class OwnerRecord(FileRecord):
     time: Moment = 0.0
     jobs: tuple[Word, ...] = ()
     follow_ups: tuple[Word, ...] = ()
-    birth: str = ""  #: of the process, see `toolkit.base.process_identity`
+    birth: str = ""  #: of the process, see `toolkit.base.procfs`
     serves: bool = False  #: whether the process is the supervisor or rank 0, and not the one that submits the run
-    cluster: str = ""  #: whose numbers the jobs have, as those below see `toolkit.run.records.run_jobs`
+    cluster: str = ""  #: whose numbers the jobs have, as those below see `toolkit.run.records.submitted_run`
     path: str = ""  #: of the run folder, when the owner took the run
     command: str | None = None  #: the batch script of the present job, if it is not one of the toolkit's
 
@@ -384,7 +384,7 @@ class Submission(FileRecord):
     token: str | None = None
     took_s: float | None = None  #: up to the job's id
     cluster: str = ""  #: whose numbers the jobs have
-    birth: str = ""  #: of the process whose id is ``job_id``, without Slurm; see `toolkit.base.process_identity`
+    birth: str = ""  #: of the process whose id is ``job_id``, without Slurm; see `toolkit.base.procfs`
 
     @property
     def process(self) -> ProcessIdentity | None:

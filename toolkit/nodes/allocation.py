@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from toolkit.base import hostlist, outages
-from toolkit.base.errors import RequestError
+from toolkit.base import hostlist, logs, outages
+from toolkit.base.errors import RequestError, SlurmError
 from toolkit.config import ClusterConfig
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.environment import of_components, whole_number
 from toolkit.slurm.jobs import JobGpus
-from toolkit.slurm.node_order import node_order
-from toolkit.slurm.variables import of_components, whole_number
 
 #: The tasks, the CPUs of each task and the GPUs of a node.
 Shape: TypeAlias = tuple[int, int, int]
@@ -297,3 +298,46 @@ def _cpus_per_task(environ: Mapping[str, str], tasks: Sequence[int]) -> int:
         return asked
     cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
     return max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))
+
+
+log = logs.get(__name__)
+
+_UNIT = re.compile(r"^(?:SwitchName|BlockName|AggregatedBlock)=(\S+).*?\bNodes=(\S+)", re.MULTILINE)
+
+
+def node_order(hosts: Sequence[str], slurm: SlurmCommands | None) -> Sequence[str]:
+    """Return the job's nodes such that near ones follow each other; as they are where Slurm does not tell.
+
+    Slurm is asked once, and not at all without a topology plugin: a node's address then has the pattern ``node``.
+    """
+    # sbatch(1), SLURM_TOPOLOGY_ADDR_PATTERN: switch.switch.node, or block.node.
+    if slurm is None or len(hosts) < 2 or "." not in os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""):
+        return hosts
+    try:
+        ordered = in_order(hosts, units_of(slurm.topology()))
+    except (SlurmError, RequestError, ValueError) as error:  # a list of nodes may be cut off: SLURM_TOPO_LEN
+        log.warning("ranks are not placed by the network: %s", error)
+        return hosts
+    if ordered != [*hosts]:
+        log.info("ranks are placed by the network: %s", ",".join(ordered))
+    return ordered
+
+
+def units_of(text: str) -> dict[str, list[str]]:
+    """Return the nodes of each switch or block, by its name, from the output of ``scontrol show topology``."""
+    return {name: hostlist.expand(nodes) for name, nodes in _UNIT.findall(text)}
+
+
+def in_order(hosts: Sequence[str], units: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return ``hosts`` such that those of each unit follow each other. One inside another has fewer nodes.
+
+    A unit comes where the first of its nodes would. So the first node, which is the batch host, stays the first.
+    """
+    places = {host: place for place, host in enumerate(hosts)}
+    keys: dict[str, list[int]] = {host: [] for host in hosts}
+    for members in sorted(units.values(), key=len, reverse=True):
+        of_job = [host for host in members if host in places]
+        first = min((places[host] for host in of_job), default=0)
+        for host in of_job:
+            keys[host].append(first)
+    return sorted(hosts, key=lambda host: [*keys[host], places[host]])

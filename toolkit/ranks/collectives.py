@@ -5,7 +5,7 @@ group's timeout.
 
 The time limits are shorter once training has begun. Before the first step ranks import, compile and look for kernels,
 each at its own pace. After it, a rank that waits long in a collective waits for a rank that hangs. The watchdog's
-limits (hang/watchdog.py) are below these, since it can name the rank that hangs. Without a supervisor only these limits
+limits (toolkit/hang.py) are below these, since it can name the rank that hangs. Without a supervisor only these limits
 notice.
 """
 

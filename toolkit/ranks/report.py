@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.base import logs, proc_stat
+from toolkit import hang
+from toolkit.base import logs, procfs
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.hang import activity, stacks
-from toolkit.hang.activity import Activity
+from toolkit.hang import Activity
 from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Outbox, RankReport
 
 #: Seconds between two reports of rank 0.
@@ -165,7 +165,7 @@ WORKING_SHARE = 0.05
 #: The kernel counts in hundredths of a second.
 LOOK_EVERY_S = 2.0
 #: In the other phases a rank waits for something, which may keep a core busy: NCCL does.
-COMPILES_IN = frozenset({activity.SETTING_UP, activity.PRIMING, activity.IN_STEP, activity.OWN_CODE})
+COMPILES_IN = frozenset({hang.SETTING_UP, hang.PRIMING, hang.IN_STEP, hang.OWN_CODE})
 
 
 class EarlyWork:
@@ -195,7 +195,7 @@ class EarlyWork:
 def family_cpu_s(pid: int | None = None) -> float:
     """Return the time on a CPU of a process, this one by default, of its children and of theirs."""
     name = str(pid or os.getpid())
-    stat = proc_stat.read(name)
+    stat = procfs.read(name)
     if stat is None:
         return 0.0
-    return stat.family_cpu_s + sum(map(family_cpu_s, stacks.children(name)))
+    return stat.family_cpu_s + sum(map(family_cpu_s, hang.children(name)))

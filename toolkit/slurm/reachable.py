@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import open_files
+from toolkit.base import this_node
 
 #: A node under load accepts a connection all the same: the kernel does that.
 TIMEOUT_S = 3.0
@@ -51,11 +51,11 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
         questions += [(host, *address) for address in addresses]
         if not addresses:
             silent.add(host)
-    with open_files.all_claimed():
+    with this_node.all_claimed():
         # Ask in waves of as many connections as there are free descriptors.
         while questions:
             in_use = len(list(Path("/proc/self/fd").iterdir()))
-            at_once = max(1, open_files.hard_limit() - in_use - KEPT_FREE)
+            at_once = max(1, this_node.hard_limit() - in_use - KEPT_FREE)
             wave, questions = questions[:at_once], questions[at_once:]
             heard, unheard = _ask(wave, timeout_s)
             there |= heard

@@ -25,14 +25,13 @@ from typing import Annotated
 
 from toolkit.base import fsio
 from toolkit.base.errors import SlurmError
-from toolkit.base.process_identity import Life, ProcessIdentity
-from toolkit.base.user_cache import cache_dir
+from toolkit.base.procfs import Life, ProcessIdentity
+from toolkit.base.trust import cache_dir
 from toolkit.files.json_record import FileRecord
 from toolkit.files.records import MOMENT
 from toolkit.slurm import cluster_name, commands
-from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.commands import TIMEOUT_S, SlurmCommands
 from toolkit.slurm.jobs import JobStatus, parse_statuses, rows_by_id, status_line
-from toolkit.slurm.programs import TIMEOUT_S
 
 #: How old an answer may be for a command that a user waits for, and for a program that watches.
 FRESH_S, WATCH_S = 5.0, 30.0
@@ -53,7 +52,7 @@ class QueueAnswer(FileRecord):
     """The file. Each job is a line as squeue prints it. Times in seconds since the epoch."""
 
     asked: Annotated[float, MOMENT] = 0.0
-    asker: str = ""  #: the process that asks, see `toolkit.base.process_identity`; empty when it has its answer
+    asker: str = ""  #: the process that asks, see `toolkit.base.procfs`; empty when it has its answer
     calls: int = 1  #: programs of Slurm that were called for it
     error: str = ""  #: why there is no newer answer
     jobs: tuple[str, ...] = ()

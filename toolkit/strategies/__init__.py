@@ -78,7 +78,7 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
         return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
-    from toolkit.plugins.methods.compression import build
+    from toolkit.plugins.methods.compressed import build
 
     return build(config, session, train, how)
 

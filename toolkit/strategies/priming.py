@@ -30,7 +30,7 @@ from toolkit.base.errors import ConfigError, JobFailedError, listing
 from toolkit.config import TrainConfig
 from toolkit.data import randomness
 from toolkit.devices import accelerator
-from toolkit.hang.activity import PRIMING, Activity
+from toolkit.hang import PRIMING, Activity
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import gather_objects

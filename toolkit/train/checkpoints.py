@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
@@ -12,7 +13,6 @@ from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.config import CheckpointConfig, JobConfig, goes_on_with
 from toolkit.data.loader import Batches, Loader
-from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import REPLICA, InRounds
@@ -58,7 +58,7 @@ class Checkpoints:
 
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
-        self._session.activity.phase = activity.LOADING
+        self._session.activity.phase = hang.LOADING
         checkpoints = self.saver.checkpoints
         # A copy in memory, newer than what is whole on disk, is there only after a restart inside the job.
         loaded = damage = None

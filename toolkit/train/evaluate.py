@@ -15,9 +15,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import JobCodeError, ToolkitError, listing
-from toolkit.hang import activity
+from toolkit.data.randomness import reseed
 from toolkit.metrics.goodput import Timesheet
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
@@ -26,7 +27,6 @@ from toolkit.ranks.stop import STOP
 from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.job import Hooks
-from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
 
@@ -59,7 +59,7 @@ class Evaluations:
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return the figures after ``step`` steps as ``eval/<name>``. None: a stop has cut it short."""
         assert self._evaluate is not None
-        self._session.activity.phase = activity.EVALUATING
+        self._session.activity.phase = hang.EVALUATING
         # One that is made up for after a resume draws the same.
         reseed(self._seed, -1 - step, self._strategy.share.index)
         means = self._evaluate(self._strategy, self._is_cut)

@@ -16,8 +16,7 @@ from toolkit.base import logs
 from toolkit.base.errors import JobCodeError
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import hash64
-from toolkit.data.randomness import RandomGenerator, generators_in, origin_of, seed_generator
-from toolkit.train.seeds import reseed
+from toolkit.data.randomness import RandomGenerator, generators_in, origin_of, reseed, seed_generator
 
 log = logs.get(__name__)
 

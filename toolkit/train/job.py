@@ -28,9 +28,8 @@ from torch.optim import Optimizer
 
 from toolkit.config import JobConfig
 from toolkit.config.learning_rate import Schedule, build_schedule
-from toolkit.data.datasets import Dataset
+from toolkit.data.datasets import Dataset, Pictures
 from toolkit.data.loader import MakesLoader
-from toolkit.data.pictures import Pictures
 from toolkit.ranks.batch import Batch
 from toolkit.strategies import Custom
 from toolkit.strategies.objective import Forward, Loss, Losses, Rows

@@ -15,12 +15,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.devices import accelerator
 from toolkit.files.run_files import STOPPED_PHASE
-from toolkit.hang import activity
 from toolkit.metrics.goodput import Timesheet
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import Sink, build_sinks
@@ -28,7 +28,7 @@ from toolkit.nodes.agent import preimports
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.run.records import user_request
+from toolkit.run.records import stop_request
 from toolkit.train import parts
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.saver import SAVE
@@ -100,7 +100,7 @@ class Lifecycle:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Hand over the run's result: from now on the run is completed."""
         self.report("done")
-        self._activity.phase = activity.FINISHING
+        self._activity.phase = hang.FINISHING
         self._checkpoints.saver.finish()
         self._session.finish(result)
 
@@ -113,7 +113,7 @@ class Lifecycle:
 
         Raises StoppedError with everything committed.
         """
-        self._activity.phase = activity.AT_BOUNDARY
+        self._activity.phase = hang.AT_BOUNDARY
         if self.step >= self._on_request.next_step:
             self._on_request.pass_step(self.step)
         # Several requests may meet at one step: ask until the gate has none.
@@ -124,9 +124,9 @@ class Lifecycle:
                 self._checkpoints.saver.set_timer()  # else this would be the last save by time
             elif kind == SAVE:
                 self.save(must=False)
-            if kind.startswith(user_request.KIND):
+            if kind.startswith(stop_request.KIND):
                 self._on_request.carry_out(kind, self.step)
-            self._activity.phase = activity.AT_BOUNDARY
+            self._activity.phase = hang.AT_BOUNDARY
 
     def _adopt(self, values: Mapping[str, Any]) -> None:
         self._loop.adopt(values)
@@ -173,7 +173,7 @@ class Lifecycle:
             self._checkpoints.saver.leave_out()
             return False
         self.report("checkpoint")
-        self._activity.phase = activity.SAVING
+        self._activity.phase = hang.SAVING
         with self.sheet.on("checkpoint"):
             self.sink.flush()  # before the save: what was logged up to a committed step must survive with it
             self._checkpoints.saver.save(self.step, self._reached(), must=must)
@@ -200,7 +200,7 @@ class Lifecycle:
         # A copy in memory is of no use at a step that is saved.
         copies, began_s = self._checkpoints.copies, time.monotonic()
         if copies is not None and copies.is_due(self.step) and self._loop.may_save(must=False):
-            self._activity.phase = activity.SAVING
+            self._activity.phase = hang.SAVING
             with self.sheet.on("checkpoint"):
                 self.sink.flush()  # a restart from there logs nothing before it again
                 copies.keep(self.step, self._reached(), began_s)

@@ -12,11 +12,12 @@ from functools import partial
 from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import Schedule, rate_change, rates_at, total_steps
 from toolkit.data.loader import Batches
-from toolkit.hang import activity
+from toolkit.data.randomness import reseed
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
@@ -28,7 +29,6 @@ from toolkit.train.job import Hooks
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.loss_windows import LossWindow
 from toolkit.train.not_finite import NotFinite, SkippedSteps
-from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
 
@@ -180,11 +180,11 @@ class Trainer:
         # The own time includes the fetch of the batch, so that a slow loader shows.
         self._strategy.own_time.start()
         reseed(self._config.seed, n, self._strategy.share.index)
-        self._activity.phase = activity.WAITING_FOR_DATA
+        self._activity.phase = hang.WAITING_FOR_DATA
         batch = self._loader.at(n)
         if self._bad_samples is not None:
             self._bad_samples.note(batch)
-        self._activity.phase = activity.IN_STEP
+        self._activity.phase = hang.IN_STEP
         output = self._strategy.step(batch, self._lr(n))
         # Nothing is read from the device here: the verdict and the losses wait for the next logging step.
         self._skipped.note(n, output.skipped)
@@ -216,7 +216,7 @@ class Trainer:
 
     def _log(self) -> None:
         """Write the metrics since the last logging step. Here, and before saves, the host waits for the device."""
-        self._activity.phase = activity.LOGGING
+        self._activity.phase = hang.LOGGING
         # First the verdicts: steps that were left out must not count in the means below.
         self._loss.leave_out(self._skipped.read())
         if self._skipped.rollback_due:
@@ -252,11 +252,11 @@ class Trainer:
 
     def _roll_back(self) -> None:
         """Load the weights of a checkpoint, on all ranks alike. The step, the data and the learning rate go on."""
-        self._activity.phase = activity.LOADING
+        self._activity.phase = hang.LOADING
         with self._life.sheet.on("checkpoint"):
             to = self._checkpoints.roll_back(self._step, self._skipped.first_in_row)
         self._skipped.rolled_back(self._step, to)
-        self._activity.phase = activity.LOGGING
+        self._activity.phase = hang.LOGGING
 
     def _evaluate(self) -> bool:
         """Evaluate, and log the figures. Return True if the model has never been as good."""

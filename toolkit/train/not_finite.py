@@ -24,20 +24,20 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from toolkit import hang
 from toolkit.base import fsio, logs
 from toolkit.base.errors import NotFiniteError, listing
 from toolkit.config import TrainConfig, choose
 from toolkit.data.loader import Batches
+from toolkit.data.randomness import reseed
 from toolkit.files import records
 from toolkit.files.records import COUNT, Record
 from toolkit.files.rundir import RunDir
-from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import InRounds, Strategy
 from toolkit.strategies.update.gradients import MADE, OVERFLOW, WHY
-from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
 
@@ -138,7 +138,7 @@ class NotFinite:
         if first_bad_layer is None or isinstance(self._strategy, InRounds) or self._since is None:
             return now
         # Repeat the first bad step on weights that were still good, with the same batch and random numbers.
-        self._activity.phase = activity.LOADING
+        self._activity.phase = hang.LOADING
         good_step = self._roll_back(step, self._since)
         try:
             batch = self._loader.at(self._since)

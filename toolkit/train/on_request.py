@@ -19,9 +19,9 @@ from toolkit.base.errors import RequestError
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
 from toolkit.run.prepare import live_values
-from toolkit.run.records import changes, user_request
+from toolkit.run.records import changes, stop_request
 from toolkit.run.records.changes import Change
-from toolkit.run.records.user_request import Answer, UserRequest, Wish
+from toolkit.run.records.stop_request import Answer, UserRequest, Wish
 
 if TYPE_CHECKING:
     from toolkit.train.profile import StepProfile
@@ -68,7 +68,7 @@ class OnRequest:
 
     def carry_out(self, kind: str, step: int) -> None:
         """Do what is asked for under the agreed ``kind``, once in an attempt."""
-        request_id = kind.removeprefix(user_request.KIND)
+        request_id = kind.removeprefix(stop_request.KIND)
         if request_id in self._seen:
             return
         self._seen.add(request_id)
@@ -114,7 +114,7 @@ class OnRequest:
     def _decide(self, request_id: str, step: int) -> dict[str, Any]:
         """Return what all ranks are to do. Empty where the request is answered or withdrawn, or cannot be done."""
         try:
-            request = user_request.read(self._run, request_id)
+            request = stop_request.read(self._run, request_id)
             if request is None or not self._session.owns_run():
                 return {}
             if request.wish is Wish.PROFILE:
@@ -148,4 +148,4 @@ class OnRequest:
 
     def _answer(self, request_id: str, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # the command says that there was no answer
-            user_request.answer(self._run, request_id, answer)
+            stop_request.answer(self._run, request_id, answer)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from toolkit.plugins.memory.copies import MemoryCopies
     from toolkit.plugins.memory.second_place import SecondPlace
     from toolkit.plugins.methods.balance import Balance
-    from toolkit.plugins.report.history import History
-    from toolkit.plugins.report.stragglers import RankPace
+    from toolkit.plugins.report.stragglers import History, RankPace
     from toolkit.train.on_request import OnRequest
     from toolkit.train.state import TrainingState
     from toolkit.train.trace import StepTrace
@@ -100,6 +99,6 @@ def comparing_ranks(session: Session) -> RankPace:
 @best_effort_part
 def history_of_attempts(session: Session, first_step: int, sheet: Timesheet) -> History:
     """Return the figures of the run's attempts. Made at the first step."""
-    from toolkit.plugins.report.history import History
+    from toolkit.plugins.report.stragglers import History
 
     return History(session, first_step, sheet)

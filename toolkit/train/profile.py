@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from toolkit.base import fsio, logs
 from toolkit.devices import accelerator
 from toolkit.devices.kinds import CPU, CUDA, ROCM
-from toolkit.run.records.user_request import Answer
+from toolkit.run.records.stop_request import Answer
 
 #: At the end of a training, or of a stop, the files that are being written have this time.
 LAST_WAIT_S = 20.0

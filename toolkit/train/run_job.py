@@ -15,7 +15,7 @@ from toolkit.base.errors import ConfigError, JobCodeError, OnePassError
 from toolkit.config import JobConfig, learning_rate, schema
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import MakesLoader, build_loader, eval_batches
-from toolkit.data.randomness import generators_in, generators_of, include
+from toolkit.data.randomness import apply_gpu_settings, generators_in, generators_of, include, prepare
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
@@ -27,7 +27,6 @@ from toolkit.train.evaluate import Evaluate, evaluate
 from toolkit.train.initial import initialised
 from toolkit.train.job import Job
 from toolkit.train.loop import Describe, Result, Show, Trainer
-from toolkit.train.seeds import apply_gpu_settings, prepare
 from toolkit.train.state import identity
 
 log = logs.get(__name__)

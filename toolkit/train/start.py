@@ -12,9 +12,9 @@ import torch.distributed as dist
 from toolkit.base import logs, signals
 from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.config import JobConfig
+from toolkit.data.randomness import apply_gpu_settings, prepare
 from toolkit.ranks.session import Session, open_session
 from toolkit.run.rank import script_end
-from toolkit.train.seeds import apply_gpu_settings, prepare
 from toolkit.train.user_loop import TrainingRun, join_once
 
 log = logs.get(__name__)

@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
-from toolkit.hang import activity
+from toolkit.data.randomness import reseed
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
@@ -54,7 +55,6 @@ from toolkit.train.feed import (
 )
 from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
 from toolkit.train.loss_windows import gather_json, means_by_tag
-from toolkit.train.seeds import reseed
 from toolkit.train.user_state import UserState
 from toolkit.train.user_steps import LoopPosition, UserSteps
 
@@ -382,7 +382,7 @@ class TrainingRun(UserSteps):
                 if self._trace is not None:
                     self._window.latest.clear()  # what was logged between two steps is none of the step's
                     self._trace.begin(life.step, self._at.epoch)
-                self._activity.phase = activity.WAITING_FOR_DATA
+                self._activity.phase = hang.WAITING_FOR_DATA
                 began = time.perf_counter()
                 batch = next(batches, self)  # ``self`` stands for the end: a batch may be anything, None too
                 if batch is self:
@@ -391,7 +391,7 @@ class TrainingRun(UserSteps):
                 if self._trace is not None:
                     self._trace.take_batch(life.step, batch, feed.indices(life.step))
                     self._trace.take_start(self._state.rate())
-                self._activity.phase = activity.IN_STEP
+                self._activity.phase = hang.IN_STEP
                 self._in_step = True
                 # The body of the user's loop runs here: it is the step.
                 yield batch

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, NotFiniteError, StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, schema
-from toolkit.hang import activity
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
@@ -184,12 +184,12 @@ class UserSteps:
         except StoppedError as stopped:
             self._stopped = stopped  # TrainingRun.finish raises it again where the user's code has caught it
             raise
-        self._activity.phase = activity.OWN_CODE
+        self._activity.phase = hang.OWN_CODE
 
     def _write(self) -> None:
         life = self._opened("run.log")
         # The loop may be in a step or between two: the phase before comes back at the end.
-        phase, self._activity.phase = self._activity.phase, activity.LOGGING
+        phase, self._activity.phase = self._activity.phase, hang.LOGGING
         means = self._window.take()
         life.metrics |= means
         life.write(means | self._figures(life))

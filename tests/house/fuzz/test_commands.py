@@ -62,7 +62,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(rank, "load", lambda job, folder: SimpleNamespace(main=lambda config: None))
     monkeypatch.setattr(rank, "signals", _Nothing())
     monkeypatch.setattr(rank, "faulthandler", SimpleNamespace(enable=lambda: None))
-    monkeypatch.setattr(rank, "stacks", SimpleNamespace(answer=lambda rank: None))
+    monkeypatch.setattr(rank, "hang", SimpleNamespace(answer=lambda rank: None))
     monkeypatch.setattr(downloads, "fetch", lambda name, root: _refuse())
     monkeypatch.setattr(resume_check, "check", lambda *args: _refuse())
     monkeypatch.setattr(doctor, "ask_nodes", lambda *args, **kwargs: _refuse())

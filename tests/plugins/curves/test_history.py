@@ -14,7 +14,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics.goodput import MEASURED, PARTS, Timesheet
-from toolkit.plugins.report.history import History
+from toolkit.plugins.report.stragglers import History
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.nodes.test_agents import Site, reporting, until
-from toolkit.hang import stacks
+from toolkit import hang
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.start.launcher import (
     FirstReports,
@@ -23,7 +23,7 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
     for rank, (file, name) in enumerate(
         [("/x/site-packages/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]
     ):
-        stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
+        hang.stack_path(folder, rank).write_text(frame.format(file, name) + hang.ANSWERED)
     unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
     groups = investigation.look(site.agents, site.run, 1, unknown, {})
     assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.hang import stacks
-from toolkit.plugins.node_watch.flights import calls_of, first_difference
+from toolkit import hang
+from toolkit.plugins.node_watch.investigation import calls_of, first_difference
 
 
 def written(folder: Path, rank: int, calls: str) -> None:
@@ -28,7 +28,7 @@ def written(folder: Path, rank: int, calls: str) -> None:
         }
         for number, call in enumerate(calls.split(), 1)
     ]
-    stacks.flight_path(folder, rank).write_bytes(pickle.dumps({"entries": entries}))
+    hang.flight_path(folder, rank).write_bytes(pickle.dumps({"entries": entries}))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ class Runs:
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps([1]), pickle.dumps({"entries": [{}]}), pickle.dumps(3)])
 def test_what_is_no_recording_says_nothing(tmp_path: Path, content: bytes) -> None:
     assert calls_of(tmp_path, 0) == {}
-    stacks.flight_path(tmp_path, 0).write_bytes(content)
+    hang.flight_path(tmp_path, 0).write_bytes(content)
     assert calls_of(tmp_path, 0) == {}
 
 
 def test_a_recording_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    stacks.flight_path(tmp_path, 0).write_bytes(pickle.dumps({"entries": [Runs()]}))
+    hang.flight_path(tmp_path, 0).write_bytes(pickle.dumps({"entries": [Runs()]}))
     assert calls_of(tmp_path, 0) == {}
     assert not Path("ran").exists()

@@ -19,16 +19,16 @@ import pytest
 
 import toolkit
 from tests.waiting import wait_for
+from toolkit import hang
 from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.start.agents import Agents
 from toolkit.plugins.node_watch import investigation, stack_digest
-from toolkit.plugins.node_watch.faulthandler_text import main_stack
 from toolkit.plugins.node_watch.investigation import blame
+from toolkit.plugins.node_watch.outside_stacks import main_stack
 from toolkit.plugins.node_watch.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
 
 TIMEOUT_S = 20
@@ -190,7 +190,7 @@ def test_thousands_of_ranks_are_judged_in_no_time() -> None:
 #: A rank and its forked data worker, which hang in two threads each. Only the environment names the supervisor.
 RANK = """
 import os, threading
-from toolkit.hang import stacks
+from toolkit import hang
 
 def forever():
     threading.Event().wait()
@@ -199,11 +199,11 @@ def main_forever():
     print("ready", flush=True)
     forever()
 
-stacks.answer(3)
+hang.answer(3)
 os.environ["RANK"] = "3"
 threading.Thread(target=forever, daemon=True).start()
 if os.fork() == 0:
-    stacks.answer_in_worker(1)
+    hang.answer_in_worker(1)
     main_forever()
 main_forever()
 """
@@ -226,10 +226,10 @@ def hung(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hung: tuple[Path, int]) -> None:
     """As under Slurm's cgroup plugin. The main thread's stack counts."""
     folder, pid = hung
-    os.kill(pid, stacks.ASK)
+    os.kill(pid, hang.ASK)
     told = collect(folder, [standing(3, silent=False)])
     assert [frame.name for frame in told[3]][-2:] == ["main_forever", "<module>"]
-    worker = stacks.stack_path(folder, 3, 1)
+    worker = hang.stack_path(folder, 3, 1)
     wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
     assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
     quoted = investigation._quote(folder, 3, investigation._stack_of(folder, 3))
@@ -244,7 +244,7 @@ def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started
     monkeypatch.setattr(stack_digest, "ANSWER_S", 1.0)
     folder, pid = hung
     os.kill(pid, signal.SIGSTOP)
-    os.kill(pid, stacks.ASK)
+    os.kill(pid, hang.ASK)
     begun = time.monotonic()
     assert collect(folder, [standing(3, silent=True)]) == {3: []}
     assert time.monotonic() - begun < stack_digest.ANSWER_S / 2
@@ -317,7 +317,7 @@ class SlowDisk:
 
 def written(*places: str) -> str:
     lines = [f'  File "{frame.filename}", line 1 in {frame.name}' for frame in frames(*places)]
-    return "\n".join(["Current thread 0x01 (most recent call first):", *lines, stacks.ANSWERED])
+    return "\n".join(["Current thread 0x01 (most recent call first):", *lines, hang.ANSWERED])
 
 
 WAITS = written("/x/site-packages/torch/distributed/distributed_c10d.py:all_reduce", LOOP)

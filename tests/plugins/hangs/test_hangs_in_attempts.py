@@ -14,12 +14,12 @@ import pytest
 from tests.unit.run import test_supervisor as core
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, completes, ended, quick, run  # noqa: F401
 from toolkit import config as configs
+from toolkit import hang
 from toolkit.base import fsio
 from toolkit.cli import run_facts
 from toolkit.config import JobConfig
 from toolkit.files.run_files import FirstFailure
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
@@ -139,7 +139,7 @@ class OutsideWatch:
 
     def ask_for_stacks(self) -> None:
         for rank, text in self.stacks.items():
-            fsio.write_atomic(stacks.stack_path(self._folder, rank), text + stacks.ANSWERED)
+            fsio.write_atomic(hang.stack_path(self._folder, rank), text + hang.ANSWERED)
 
     def close(self) -> None:
         OutsideWatch.closed += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.devices.watched import Gpus, GpusError, Load
+from toolkit.devices.on_node import Gpus, GpusError, Load
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.node_watch import silent_scripts as node_watch
 from toolkit.plugins.node_watch.silent_scripts import GpuUse, NodeWatch, RankProcesses

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_for
+from toolkit import hang
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
 from toolkit.plugins.node_watch import outside_stacks
-from toolkit.plugins.node_watch.faulthandler_text import main_stack
+from toolkit.plugins.node_watch.outside_stacks import main_stack
 
 #: As `py-spy dump --json` of version 0.4.3 writes it, with what we do not read left out.
 PY_SPY = """[
@@ -116,9 +116,9 @@ def test_py_spy_is_taken_where_it_is_and_ends_nothing(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     outside_stacks.write(run, 1, {0: [process.pid]})
-    text = stacks.stack_path(run.attempt_logs(1), 0).read_text()
+    text = hang.stack_path(run.attempt_logs(1), 0).read_text()
     assert "in hang_for_ever" in text
-    assert text.endswith(stacks.ANSWERED)
+    assert text.endswith(hang.ANSWERED)
     assert process.poll() is None
 
 
@@ -132,7 +132,7 @@ def test_without_py_spy_processes_of_a_shell_write_stacks_and_the_shell_is_stopp
     pids = oldest_first(process.pid)
     outside_stacks.write(run, 1, {0: pids})
     shell, parent, child = pids
-    text = stacks.stack_path(run.attempt_logs(1), 0).read_text()
+    text = hang.stack_path(run.attempt_logs(1), 0).read_text()
     assert f"# process {shell}: bash, S (sleeping)" in text
     assert [frame.name for frame in main_stack(text)] == ["hang_in", "in_parent", "<module>"]
     of_child = (run.attempt_logs(1) / f"stack-0-process-{child}.txt").read_text()
@@ -149,7 +149,7 @@ def test_a_launcher_that_waits_for_the_script_is_not_taken_for_it(
     process = start(run, [os.path.realpath("/proc/self/exe"), "-S", "-c", LAUNCHER], tmp_path)
     killed.append(process)
     outside_stacks.write(run, 1, {0: oldest_first(process.pid)})
-    assert main_stack(stacks.stack_path(run.attempt_logs(1), 0).read_text())[0].name == "hang_in"
+    assert main_stack(hang.stack_path(run.attempt_logs(1), 0).read_text())[0].name == "hang_in"
 
 
 @pytest.mark.usefixtures("no_py_spy")
@@ -160,10 +160,10 @@ def test_a_script_that_wants_no_faulthandler_has_at_least_what_the_kernel_says(
     process = start(run, [python, "-S", "train.py"], tmp_path, PYTHONFAULTHANDLER="")
     killed.append(process)
     outside_stacks.write(run, 1, {0: oldest_first(process.pid)})
-    first, *_, last = stacks.stack_path(run.attempt_logs(1), 0).read_text().splitlines(keepends=True)
+    first, *_, last = hang.stack_path(run.attempt_logs(1), 0).read_text().splitlines(keepends=True)
     assert first.startswith(f"# process {process.pid}: python")
     assert ", S (sleeping)" in first
-    assert last == stacks.ANSWERED
+    assert last == hang.ANSWERED
 
 
 def text(*frames: str) -> str:

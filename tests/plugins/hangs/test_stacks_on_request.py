@@ -14,17 +14,17 @@ import pytest
 
 from tests.unit.run.test_user_requests import run  # noqa: F401
 from tests.waiting import wait_for
+from toolkit import hang
+from toolkit.cli.on_demand import stacks_page
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
-from toolkit.hang.watchdog import Watchdog
+from toolkit.hang import Watchdog
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.node_watch import outside_stacks, stack_digest
 from toolkit.plugins.node_watch.investigation import Investigation
 from toolkit.plugins.node_watch.stack_digest import RankGroup
-from toolkit.plugins.node_watch.stacks_page import stacks_page
-from toolkit.run.records import user_request
-from toolkit.run.records.user_request import Answer, StackGroup, UserRequest, Wish
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Answer, StackGroup, UserRequest, Wish
 
 STACK = (
     'File "/venv/lib/site-packages/torch/nn.py", line 3, in forward',
@@ -43,9 +43,9 @@ class Asked(Investigation):
         return [RankGroup((True, 5, 1, True), "in a step", True, True, (0, 1), 2.0, STACK)]
 
     def answer_to(self, run: RunDir) -> Answer:
-        number = user_request.put(run, UserRequest(Wish.STACKS, time.time()))
+        number = stop_request.put(run, UserRequest(Wish.STACKS, time.time()))
         self.answer(number, None)
-        return wait_for(lambda: user_request.answer_to(run, number), 5, "an answer")
+        return wait_for(lambda: stop_request.answer_to(run, number), 5, "an answer")
 
 
 def test_ranks_with_one_stack_are_a_paragraph_of_the_page(run: RunDir) -> None:
@@ -74,21 +74,21 @@ def test_stacks_from_outside_end_no_process(tmp_path: Path, monkeypatch: pytest.
         outside_stacks.write_without_end(tmp_path, {3: process.pid})
         assert process.poll() is None
         process.kill()
-    text = stacks.stack_path(tmp_path, 3).read_text()
+    text = hang.stack_path(tmp_path, 3).read_text()
     assert f"# process {process.pid}: " in text
-    assert text.endswith(stacks.ANSWERED)
+    assert text.endswith(hang.ANSWERED)
 
 
 def test_removed_stacks_do_not_pass_for_new_ones(tmp_path: Path) -> None:
-    path = stacks.stack_path(tmp_path, 0)
+    path = hang.stack_path(tmp_path, 0)
     standing = Standing(0, "in a step", 1, 0.0, True)
     with path.open("a") as of_rank:
-        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in old\n{stacks.ANSWERED}')
+        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in old\n{hang.ANSWERED}')
         of_rank.flush()
         assert stack_digest.collect(tmp_path, [standing])[0]
         stack_digest.remove(tmp_path, [standing, Standing(1, None, None, 0.0, True)])
         assert stack_digest.collect(tmp_path, [standing]) == {0: []}
-        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in new\n{stacks.ANSWERED}')
+        of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in new\n{hang.ANSWERED}')
     assert path.read_text().startswith("Thread")
     (group,) = stack_digest.from_json(json.loads(stack_digest.digest(tmp_path, [standing], whole=True)))
     assert group.stack == ('File "x.py", line 1, in new',)
@@ -97,9 +97,9 @@ def test_removed_stacks_do_not_pass_for_new_ones(tmp_path: Path) -> None:
 def test_only_ranks_with_one_stack_form_a_group(tmp_path: Path) -> None:
     for rank, line in enumerate([1, 2, 1]):
         text = (
-            f'Thread 0x1 (most recent call first):\n  File "/x/site-packages/x.py", line {line} in f\n{stacks.ANSWERED}'
+            f'Thread 0x1 (most recent call first):\n  File "/x/site-packages/x.py", line {line} in f\n{hang.ANSWERED}'
         )
-        stacks.stack_path(tmp_path, rank).write_text(text)
+        hang.stack_path(tmp_path, rank).write_text(text)
     standings = [Standing(rank, "in a step", 1, 0.0, False) for rank in range(3)]
     read = stack_digest.collect(tmp_path, standings)
     seen = [stack_digest.RankStack(standing, read[standing.rank]) for standing in standings]

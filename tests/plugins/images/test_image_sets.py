@@ -26,7 +26,7 @@ from toolkit.data.datasets import Datasets, build_datasets
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.files import origin
 from toolkit.ranks.batch import Batch, Share
-from toolkit.train import init_from as weights
+from toolkit.train import initial as weights
 
 
 def all_of(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import toolkit
-from toolkit.plugins.formats.images.mixing import PairMixing
+from toolkit.plugins.formats.images.photographs import PairMixing
 
 v2: Any = import_module("torchvision.transforms.v2")  # whose names have no types
 CLASSES, SIZE = 7, 12

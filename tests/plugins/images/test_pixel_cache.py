@@ -18,7 +18,7 @@ from toolkit.config import DataConfig, ImageConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.nodes.agent import state_memory
-from toolkit.plugins.formats.images.pixel_cache import PixelCache
+from toolkit.plugins.formats.images.photographs import PixelCache
 from toolkit.ranks.batch import Share
 
 

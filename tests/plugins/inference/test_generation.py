@@ -28,9 +28,8 @@ from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.formats.tokens.writer import Encoder, tokenize
-from toolkit.plugins.inference import generation
 from toolkit.plugins.inference import trained_model as inference
-from toolkit.plugins.inference.generation import Sampling, continuations
+from toolkit.plugins.inference.trained_model import Sampling, continuations
 from toolkit.ranks.state import Replicated
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +90,7 @@ def test_a_text_beside_others_and_from_a_pipe_has_the_same_continuation(
     lines = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO("\n".join(TEXTS).encode()))
     monkeypatch.setattr(sys, "stdin", lines)
     assert answer(capsys, "generate", run.id, *drawn)["continuations"] == together
-    monkeypatch.setattr(generation, "LOGITS", 1)  # each by itself
+    monkeypatch.setattr(inference, "LOGITS", 1)  # each by itself
     assert answer(capsys, "generate", run.id, *TEXTS, *drawn)["continuations"] == together
     assert answer(capsys, "generate", run.id, *TEXTS, *drawn[:-1], "4")["continuations"] != together
 
@@ -132,7 +131,7 @@ def test_what_a_terminal_takes_for_a_command_is_escaped(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [{"prompt": "a", "text": "\x1b[2Jé\tx\n"}, {"prompt": "b" * 50, "text": "y"}]
-    monkeypatch.setattr(generation, "continuations", lambda *_: found)
+    monkeypatch.setattr(inference, "continuations", lambda *_: found)
     assert cli.main(["generate", run.id, "a"]) == EXIT_DONE
     assert capsys.readouterr().out == f"'a':\n\\x1b[2Jé\tx\n\n\n'{'b' * 45}...':\ny\n"
     del found[1]

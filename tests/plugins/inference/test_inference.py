@@ -37,7 +37,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.plugins.inference import program
 from toolkit.plugins.inference import trained_model as inference
 from toolkit.ranks.state import Json, Replicated, Sharded
-from toolkit.train import init_from as checkpoint_weights
+from toolkit.train import initial as checkpoint_weights
 
 ROOT = Path(__file__).parents[3]
 STEPS = (10, 20, 30)

@@ -23,7 +23,7 @@ from toolkit.checkpoint.whole import export
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.state import Replicated
-from toolkit.train.init_from import read_weights
+from toolkit.train.initial import read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.half": torch.ones(2, dtype=torch.bfloat16)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from toolkit.plugins.integrations.seeded_fetch import SeededFetch, SeededStream
+from toolkit.plugins.integrations.transformers import SeededFetch, SeededStream
 
 
 class Noisy(Dataset[Any]):

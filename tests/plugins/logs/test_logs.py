@@ -15,9 +15,9 @@ import pytest
 from toolkit import config as configs
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.cli.commands.logs import LOOK_EVERY
-from toolkit.cli.logs import growing_log
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
@@ -83,7 +83,7 @@ def test_what_rank_0_prints_comes_first_and_the_supervisors_log_where_it_has_non
 def test_the_last_lines_are_those_of_tail(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str, piece: int
 ) -> None:
-    monkeypatch.setattr(growing_log, "READ_BYTES", piece)
+    monkeypatch.setattr(follow, "READ_BYTES", piece)
     fsio.make_dir(run.attempt_logs(1))
     log = run.rank_log(1, 0)
     for text in ("", "x", "\n", "\n\n", "one\n\nthree is longer than a piece\nfour"):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.cli.logs import growing_log
+from toolkit.cli import follow
 from toolkit.cli.logs import progress as progress_of_run
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
@@ -120,6 +120,6 @@ def test_what_the_first_rank_prints_is_shown_without_the_lines_that_are_logged(
     output = progress_of_run._Output(run)
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 0).write_text(LOG)
-    monkeypatch.setattr(growing_log, "READ_BYTES", piece)
+    monkeypatch.setattr(follow, "READ_BYTES", piece)
     output.show(lines.append, is_last=True)
     assert "".join(f"{line}\n" for line in lines) == shown

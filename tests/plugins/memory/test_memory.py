@@ -16,14 +16,13 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks
-from toolkit.base import node_memory
+from toolkit.base import this_node
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.nodes.agent.state_memory import NodeFiles, paths_of
 from toolkit.plugins.memory.copies import Memory
 from toolkit.plugins.memory.files import MemoryFile, MemorySlot, Role
-from toolkit.plugins.memory.links import Receiver, Sender
-from toolkit.plugins.memory.load import MemoryReport, RestorePlan, Transfer, plan_restore
+from toolkit.plugins.memory.load import MemoryReport, Receiver, RestorePlan, Sender, Transfer, plan_restore
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 #: How many ranks each node has.
@@ -397,7 +396,7 @@ def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCapt
 
 
 def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(this_node, "available_bytes", lambda: 1000)
     text = nodes.memory(0).shortage(state(0, 1.0, 2))
     assert text is not None
     assert "take 0.0 GB more of this node's memory (2 x 0.0 and 2 x 2 x 0.0)" in text
@@ -406,14 +405,14 @@ def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch:
 
 def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     large: State = {"weights": Replicated(torch.ones(1 << 18)), "own/rank0": PerRank(torch.ones(1 << 18))}
-    monkeypatch.setattr(node_memory, "available_bytes", lambda: 7 << 20)
+    monkeypatch.setattr(this_node, "available_bytes", lambda: 7 << 20)
     assert nodes.memory(0).shortage(large) is None
     own = nodes.memory(0)
     for step in (1, 2):
         own.wait()
         own.write(step, large, {})
     own.wait()
-    monkeypatch.setattr(node_memory, "available_bytes", lambda: 3 << 20)
+    monkeypatch.setattr(this_node, "available_bytes", lambda: 3 << 20)
     assert nodes.memory(0).shortage(large) is None
     assert Nodes(2).memory(0).shortage(large) is not None
 

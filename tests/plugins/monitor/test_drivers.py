@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.devices.machines import DAWN, DGX, LUMI
-from toolkit.devices.watched import GpusError
-from toolkit.plugins.node_watch.drivers import open_gpus
-from toolkit.plugins.node_watch.sysfs import AmdGpus, IntelGpus
+from toolkit.devices.on_node import GpusError
+from toolkit.plugins.node_watch.sysfs import AmdGpus, IntelGpus, open_gpus
 
 
 def test_amds_driver_tells_use_memory_power_errors_and_processes(tmp_path: Path) -> None:

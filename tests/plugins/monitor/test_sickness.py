@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.plugins.monitor.conftest import FakeDriver
-from toolkit.devices.watched import Condition, Gpus, GpusError, Load, WatchedGpu
-from toolkit.plugins.node_watch import sickness
+from toolkit.devices.on_node import Condition, Gpus, GpusError, Load, WatchedGpu
+from toolkit.plugins.node_watch import program
 from toolkit.plugins.node_watch.nvml import Nvml
-from toolkit.plugins.node_watch.sickness import (
+from toolkit.plugins.node_watch.program import (
     FULL_LOOKS,
     HOT_LOOKS,
     LOOK_EVERY_S,
@@ -217,7 +217,7 @@ def test_only_the_jobs_own_gpus_are_watched(tmp_path: Path, driver: FakeDriver) 
 
 
 def test_a_disk_that_stays_full_is_told(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    free = sickness.LEAST_FREE_BYTES
+    free = program.LEAST_FREE_BYTES
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=free // 512, f_frsize=512))
     assert node.look(2 * FULL_LOOKS) == []
     free -= 512

@@ -18,7 +18,7 @@ pytest.importorskip("mpi4py")
 @pytest.fixture
 def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the calls of Finalize, for an MPI that is open."""
-    from toolkit.plugins.mpi.backend import opening
+    from toolkit.plugins.mpi.backend import group
 
     calls: list[str] = []
 
@@ -27,12 +27,12 @@ def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         Is_finalized = staticmethod(lambda: bool(calls))
         Finalize = staticmethod(lambda: calls.append("Finalize"))
 
-    monkeypatch.setattr(opening, "MPI", Opened)
+    monkeypatch.setattr(group, "MPI", Opened)
     return calls
 
 
 def test_ranks_that_mpi_does_not_know_are_told_how_to_start() -> None:
-    from toolkit.plugins.mpi.backend.opening import check_world
+    from toolkit.plugins.mpi.backend.group import check_world
 
     check_world((1, 4), (1, 4), "Open MPI v5.0.11, package: Open MPI somebody@somewhere")
     with pytest.raises(ConfigError, match=r"rank 1 of 4 is rank 0 of 1 .*\(Open MPI v5\.0\.11\).*mpirun.*--mpi=pmix"):
@@ -40,7 +40,7 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start() -> None:
 
 
 def test_ranks_in_another_order_are_refused() -> None:
-    from toolkit.plugins.mpi.backend.opening import check_world
+    from toolkit.plugins.mpi.backend.group import check_world
 
     with pytest.raises(ConfigError, match="rank 1 of 4 is rank 2 of 4"):
         check_world((1, 4), (2, 4), "Open MPI v5")

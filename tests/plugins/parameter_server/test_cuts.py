@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.plugins.methods.parameter_server.cuts import Flat, cut, shadow
+from toolkit.plugins.methods.parameter_server.side import Flat, cut, shadow
 
 
 def model() -> nn.Module:

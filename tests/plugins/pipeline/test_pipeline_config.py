@@ -5,7 +5,7 @@ import pytest
 from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, StrategyConfig, load_config, mesh_of, validate
 from toolkit.config.strategy import PipelineConfig
-from toolkit.plugins.model_parallel.pipeline_checks import micro_batches
+from toolkit.plugins.model_parallel.checks import micro_batches
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink
-from toolkit.plugins.report.charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from toolkit.plugins.report.curves import Curve, is_aside
+from toolkit.plugins.report.curves import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, is_aside
 from toolkit.plugins.report.page import macro
 from toolkit.run.job import nodes
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.sampler import TrainSampler
-from toolkit.plugins.formats.shards.order import BlockOrder
+from toolkit.plugins.formats.shards.blocks import BlockOrder
 from toolkit.ranks.batch import Share
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -18,7 +18,7 @@ import torch
 from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.workers import stacked
-from toolkit.plugins.formats.shards import runs
+from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.dataset import ShardedData
 from toolkit.plugins.formats.shards.mds import decoded
 from toolkit.plugins.formats.shards.raw_tokens import RawTokens
@@ -47,7 +47,7 @@ def members_of(first: int, count: int) -> list[tuple[str, bytes]]:
 @pytest.fixture
 def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write two tars of 30 samples, in blocks of about 8."""
-    monkeypatch.setattr(runs, "BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(index, "BLOCK_BYTES", 16 << 10)
     for number in range(2):
         write_tar(tmp_path / f"shard-{number}.tar", members_of(30 * number, 30))
     return tmp_path
@@ -233,7 +233,7 @@ def test_bytes_that_do_not_fit_an_array_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_windows_of_tokens_are_slices_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(runs, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(index, "BLOCK_BYTES", 256)
     sizes, length = [1000, 65, 64, 999], 64
     files = [np.random.default_rng(number).integers(0, 60000, size).astype(dtype) for number, size in enumerate(sizes)]
     for number, tokens in enumerate(files):

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.plugins.site.resume_compare import _at, _by_position
-from toolkit.plugins.site.resume_report import CheckPlan
+from toolkit.plugins.site.resume_compare import CheckPlan, _at, _by_position
 from toolkit.ranks.batch import Batch
 from toolkit.train.trace import StepTrace
 

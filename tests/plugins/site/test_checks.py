@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from toolkit.base.errors import ToolkitError
-from toolkit.devices.watched import Gpus, GpusError, Load, WatchedGpu
+from toolkit.devices.on_node import Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.node_watch.nvml import is_visible
-from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host, storage
+from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host
 from toolkit.plugins.site.checks.host import Process, Use
 from toolkit.plugins.site.checks.verdict import Heard, judge
 from toolkit.slurm import network
@@ -152,12 +152,12 @@ def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
 def shared(tmp_path: Path) -> Path:
     folder = tmp_path / "run/.preflight"
     folder.mkdir(parents=True)
-    (folder / storage.TOKEN).write_text("word")
+    (folder / host.TOKEN).write_text("word")
     return folder
 
 
 def test_the_same_folder_is_read_and_answered(shared: Path) -> None:
-    assert storage.check_shared(shared, "word", "node1").severity == "ok"
+    assert host.check_shared(shared, "word", "node1").severity == "ok"
     assert (shared / "node1").read_text() == "word"
 
 
@@ -167,11 +167,11 @@ def missing(shared: Path) -> None:
 
 
 def other(shared: Path) -> None:
-    (shared / storage.TOKEN).unlink()
+    (shared / host.TOKEN).unlink()
 
 
 def changed(shared: Path) -> None:
-    (shared / storage.TOKEN).write_text("an older word")
+    (shared / host.TOKEN).write_text("an older word")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart(
     shared: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     damage(shared)
-    found = storage.check_shared(shared, "word", "node1", within_s=0.05)
+    found = host.check_shared(shared, "word", "node1", within_s=0.05)
     assert found.severity == "bad"
     assert words in found.text
 
@@ -203,7 +203,7 @@ def test_an_error_of_the_file_system_comes_with_advice(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", refuse)
-    found = storage.check_shared(shared, "word", "node1")
+    found = host.check_shared(shared, "word", "node1")
     assert found.severity == "bad"
     assert os.strerror(number) in found.text
     assert words in found.text
@@ -213,7 +213,7 @@ def test_a_file_that_is_seen_late_is_seen(shared: Path) -> None:
     late = shared / "late"
     writer = threading.Timer(0.1, lambda: late.write_text("word"))
     writer.start()
-    assert storage.read_soon(late, "word", within_s=10) == "word"
+    assert host.read_soon(late, "word", within_s=10) == "word"
     writer.join()
 
 
@@ -237,7 +237,7 @@ def test_room_is_bytes_and_inodes(
     monkeypatch: pytest.MonkeyPatch, stat: Callable[[Path], os.statvfs_result], severity: str
 ) -> None:
     monkeypatch.setattr(os, "statvfs", stat)
-    assert storage.check_space("temp space", Path("/tmp")).severity == severity
+    assert host.check_space("temp space", Path("/tmp")).severity == severity
 
 
 # ---------------------------------------------------------------------------------------------------------- devices
@@ -409,8 +409,8 @@ def test_a_node_answers_once_with_all_its_findings_and_its_clock(shared: Path) -
 
 def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:
     """A fifo without a writer blocks its reader, as an absent file server does."""
-    (shared / storage.TOKEN).unlink()
-    os.mkfifo(shared / storage.TOKEN)
+    (shared / host.TOKEN).unlink()
+    os.mkfifo(shared / host.TOKEN)
     found = {finding.check: finding for finding in answer(folder=str(shared), disk_limit_s=1.5).findings}
     assert "does not answer within 1.5 s" in found["shared folder"].text
     assert found["cpus"].severity == found["temp space"].severity == "ok"

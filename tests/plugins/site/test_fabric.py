@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.plugins.site.fabric import IbPort, infiniband_ports, interfaces
+from toolkit.plugins.site.checks.devices import IbPort, infiniband_ports, interfaces
 
 
 def write(root: Path, files: dict[str, str]) -> None:

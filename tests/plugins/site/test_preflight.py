@@ -19,7 +19,7 @@ from toolkit.base import fsio
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
-from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok, preflight, storage
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, host, ok, preflight
 from toolkit.plugins.site.checks.preflight import report_on_nodes
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge
 
@@ -48,13 +48,13 @@ class Agents:
 
     def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
         assert heard is self._events
-        for host, order in orders.items():
-            self.requests[host] = CheckRequest(**json.loads(order["command"][-1]))
-            play = self._plays.get(host, Play())
+        for name, order in orders.items():
+            self.requests[name] = CheckRequest(**json.loads(order["command"][-1]))
+            play = self._plays.get(name, Play())
             if play.after_s:
-                threading.Timer(play.after_s, self._answer, [host, play]).start()
+                threading.Timer(play.after_s, self._answer, [name, play]).start()
             else:
-                self._answer(host, play)
+                self._answer(name, play)
         return 0
 
     def withdraw(self, number: int) -> None: ...
@@ -134,7 +134,7 @@ def test_nothing_is_said_of_healthy_nodes(tmp_path: Path) -> None:
 def test_one_sick_node_is_bad_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Play, words: str
 ) -> None:
-    monkeypatch.setattr(storage, "SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(host, "SEEN_WITHIN_S", 0.1)
     report = examined(tmp_path, {"node3": play})
     assert list(report.bad) == ["node3"]
     assert words in report.bad["node3"]
@@ -262,8 +262,8 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     nodes = 3_000
     hosts = [f"node{number}" for number in range(nodes)]
     reads: list[Path] = []
-    read_soon: Callable[..., str | None] = storage.read_soon
-    monkeypatch.setattr(storage, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest))
+    read_soon: Callable[..., str | None] = host.read_soon
+    monkeypatch.setattr(host, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest))
 
     class Many(Agents):
         def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:

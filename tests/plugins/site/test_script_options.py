@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.base.errors import SlurmError
 from toolkit.config.cluster import FLAGS
-from toolkit.run.requeue.script_options import OF_ONE_JOB, TOLD_BY_JOB, options_in, script_lines
+from toolkit.run.requeue.follow_up import OF_ONE_JOB, TOLD_BY_JOB, options_in, script_lines
 
 SCRIPT = """\
 #!/bin/bash

@@ -17,9 +17,8 @@ from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
-from toolkit.plugins.site import doctor, reservations, site_limits, site_page, site_profile
-from toolkit.plugins.site.site_profile import SiteProfile
-from toolkit.plugins.site.slurm_site import read_site
+from toolkit.plugins.site import doctor, site_limits, site_profile
+from toolkit.plugins.site.site_profile import SiteProfile, read_site
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.jobs import JobRow
 
@@ -191,9 +190,9 @@ def test_the_page_fits_a_terminal_and_says_what_a_user_needs(
 
 def test_that_requeues_are_expedited_or_forbidden_is_said() -> None:
     profile = SiteProfile(made=0.0, cluster="alps", expedites=True)
-    assert "at once, with --requeue=expedite" in next(site_page.lines(profile))
-    assert "forbidden by default" in next(site_page.lines(profile.replace(can_requeue=False)))
-    assert "arrays: switched off; " in "\n".join(site_page.lines(profile.replace(max_array_size=0)))
+    assert "at once, with --requeue=expedite" in next(doctor.lines(profile))
+    assert "forbidden by default" in next(doctor.lines(profile.replace(can_requeue=False)))
+    assert "arrays: switched off; " in "\n".join(doctor.lines(profile.replace(max_array_size=0)))
 
 
 def profiled(age_s: float = 0.0, **changes: str) -> Path:
@@ -400,6 +399,6 @@ def test_a_reservation_that_holds_the_job_back_is_named_with_the_time_that_fits(
         "sinfo": "norm*|node[1-4]\nother|n9\n",
     }
     monkeypatch.setattr(Slurm, "ask", lambda self, argv: answers[argv[0]])
-    reservations._holding_back.cache_clear()
-    told = reservations.holding_back(load_config(None, given.split(), site=False).cluster)
+    site_limits._holding_back.cache_clear()
+    told = site_limits.holding_back(load_config(None, given.split(), site=False).cluster)
     assert re.search(says, told) if says else told == ""

@@ -11,10 +11,10 @@ from queue import SimpleQueue
 import pytest
 
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
-from toolkit.plugins.site import srun_checks
+from toolkit.plugins.site import doctor
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok
 from toolkit.plugins.site.checks.verdict import NodesReport, judge
-from toolkit.plugins.site.srun_checks import ask_nodes
+from toolkit.plugins.site.doctor import ask_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 REQUEST = CheckRequest("/runs/.preflight", "word", [1, 2, 3, 4])
@@ -90,7 +90,7 @@ def test_a_task_that_srun_saw_end_is_not_waited_for() -> None:
 
 
 def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(srun_checks, "LIMIT_S", 0.3)
+    monkeypatch.setattr(doctor, "LIMIT_S", 0.3)
     report = asked({"node3": []}, ends=False)
     assert (report.bad, list(report.warnings)) == ({}, ["node3"])
 

@@ -9,8 +9,7 @@ import pytest
 
 from toolkit.base.errors import RequestError
 from toolkit.plugins.site.resume_check import FARTHEST, choose_strikes
-from toolkit.plugins.site.resume_compare import WitnessRecord, places
-from toolkit.plugins.site.resume_report import EPOCH_END, FIRST_EPOCH, LATER_EPOCH, CheckPlan
+from toolkit.plugins.site.resume_compare import EPOCH_END, FIRST_EPOCH, LATER_EPOCH, CheckPlan, WitnessRecord, places
 
 
 def of_epochs(*lengths: int) -> dict[int, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.plugins.node_watch.dead_nodes import PATIENT_S, DeadNodes
+from toolkit.plugins.node_watch.batch_host_watch import PATIENT_S, DeadNodes
 from toolkit.run.supervise.node_care import NodePoller
 from toolkit.slurm.reachable import AGAIN_S
 

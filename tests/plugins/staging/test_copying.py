@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.file_operations import file_operations
-from toolkit.base import disks, staged
+from toolkit.base import staged, this_node
 from toolkit.plugins.staging import copying, package, room, whole
 from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
@@ -348,9 +348,9 @@ def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
 def test_a_shared_file_system_is_told_from_a_node_s_own(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("/dev/sda / ext4 rw 0 0\nserver:/x /home nfs4 rw 0 0\ntmpfs /home/my\\040tmp tmpfs rw 0 0\n")
-    assert disks.file_system(Path("/home/me/venv"), mounts) == "nfs4"
-    assert disks.file_system(Path("/home/my tmp/x"), mounts) == "tmpfs"
-    assert disks.file_system(Path("/homes"), mounts) == "ext4"
+    assert this_node.file_system(Path("/home/me/venv"), mounts) == "nfs4"
+    assert this_node.file_system(Path("/home/my tmp/x"), mounts) == "tmpfs"
+    assert this_node.file_system(Path("/homes"), mounts) == "ext4"
 
 
 # ----------------------------------------------------------------------------------------- cleaners of temporary files

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from tests.waiting import wait_for
-from toolkit.base import disks
+from toolkit.base import this_node
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
@@ -107,14 +107,14 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     prefix = tmp_path / "venv"
     venv.create(prefix, symlinks=True, with_pip=False)
     monkeypatch.setattr(staging, "environment_source", lambda: PackageSource(str(prefix), "bin/python"))
-    monkeypatch.setattr(disks, "is_shared", lambda path: True)
+    monkeypatch.setattr(this_node, "is_shared", lambda path: True)
     return prefix
 
 
 def test_an_environment_on_the_node_s_own_disk_is_never_copied(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disks, "is_shared", lambda path: False)
+    monkeypatch.setattr(this_node, "is_shared", lambda path: False)
     start = Start(tmp_path)
     start.import_all(30.0, 25.0)
     assert not start.launcher.holds_zygotes

@@ -13,7 +13,7 @@ import pytest
 
 from tests.plugins.sweep.test_submission import project
 from toolkit.base import outages
-from toolkit.base.process_identity import ProcessIdentity
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.cli import show
 from toolkit.cli.main import main
 from toolkit.files.run_files import AfterRecord, RunResult, RunState

@@ -15,7 +15,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.metrics.lines import MetricsLine
 from toolkit.metrics.sinks import JsonlSink
-from toolkit.plugins.trackers.protocol import RunIdentity, Tracker
+from toolkit.plugins.trackers import RunIdentity, Tracker
 from toolkit.plugins.trackers.sync import RunSync, identity
 
 Points = Mapping[tuple[int, str], float]

@@ -19,8 +19,8 @@ from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, TrackerError
 from toolkit.cli import main as cli
 from toolkit.files.run_files import RunState
-from toolkit.plugins.trackers import protocol
-from toolkit.plugins.trackers import sending as commands
+from toolkit.plugins import trackers
+from toolkit.plugins.trackers import sync as commands
 from toolkit.plugins.trackers.sync import RunSync, identity
 from toolkit.plugins.trackers.wandb import Wandb
 
@@ -148,7 +148,7 @@ def test_a_tracker_that_is_away_is_named_and_the_next_call_goes_on(
     story.end()
 
     def away(name: str, run: Any) -> FakeTracker:
-        with protocol.answering("mlflow at http://here"):
+        with trackers.answering("mlflow at http://here"):
             # as of a library that puts the password of the address into its error
             raise ConnectionRefusedError(111, "no one at http://user:hidden@here")
         raise AssertionError
@@ -187,7 +187,7 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
 
 
 def test_the_record_is_private_and_holds_no_password(story: Story) -> None:
-    assert protocol.without_password("https://me:secret@host:5000/x") == "https://host:5000/x"
+    assert trackers.without_password("https://me:secret@host:5000/x") == "https://host:5000/x"
     story.end()
     RunSync(story.run, "fake", FakeTracker({})).send()
     for path in story.run.trackers.iterdir():

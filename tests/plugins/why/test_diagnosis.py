@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base.log_text import TAIL_BYTES, tail_of_file, tail_of_stream
-from toolkit.plugins.report.why.cause import last_lines
+from toolkit.base.tracebacks import TAIL_BYTES, tail_of_file, tail_of_stream
 from toolkit.plugins.report.why.diagnosis import cause_of_file, cause_of_text
+from toolkit.plugins.report.why.page import last_lines
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 RESET = "RuntimeError: [3] is setting up NCCL: Connection reset by peer"

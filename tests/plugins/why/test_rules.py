@@ -14,8 +14,7 @@ import pytest
 from tests import gold
 from tests.bench.why import table
 from toolkit.config.schema import JobConfig
-from toolkit.plugins.report.why.diagnosis import cause_or_exception
-from toolkit.plugins.report.why.rules import all_rules, rule
+from toolkit.plugins.report.why.diagnosis import all_rules, cause_or_exception, rule
 
 ROOT = Path(__file__).parents[3]
 RULES = all_rules()

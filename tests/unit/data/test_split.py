@@ -16,8 +16,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
 from toolkit.data.permutation import hash64, mix
-from toolkit.data.sampler import TrainSampler
-from toolkit.data.split import part_of, samples_of
+from toolkit.data.sampler import TrainSampler, part_of, samples_of
 from toolkit.ranks.batch import Share
 
 SPLITS = ["blocks", "hash"]
@@ -103,7 +102,7 @@ def test_a_samples_part_is_its_keyed_splitmix_hash() -> None:
 
 def test_a_data_set_of_several_chunks_is_cut_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = samples_of(5000, Share(2, 3), "hash")
-    monkeypatch.setattr("toolkit.data.split._CHUNK", 700)
+    monkeypatch.setattr("toolkit.data.sampler._CHUNK", 700)
     assert np.array_equal(samples_of(5000, Share(2, 3), "hash"), whole)
 
 
@@ -133,6 +132,6 @@ def test_the_parts_are_found_once_for_the_samples_of_many_steps(monkeypatch: pyt
         asked.append(share)
         return samples_of(size, share, split)
 
-    monkeypatch.setattr("toolkit.data.split.samples_of", counted)
+    monkeypatch.setattr("toolkit.data.sampler.samples_of", counted)
     assert [loaders[0].global_samples(step) for step in range(3)] == expected
     assert asked == [Share(0, 2), Share(1, 2)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.data.samples import Numbers
-from toolkit.data import batches as module
+from toolkit.data import loader as module
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.ranks.batch import Share
 

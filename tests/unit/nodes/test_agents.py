@@ -22,7 +22,7 @@ from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
 from tests.waiting import processes_with, wait_for
 from toolkit.files import rundir
-from toolkit.nodes.agent import connections
+from toolkit.nodes.agent import link
 from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, addresses
 from toolkit.nodes.allocation import Allocation
@@ -40,8 +40,8 @@ from toolkit.nodes.start.launcher import (
     RanksFinished,
     RanksSignalled,
     RunningRanks,
+    StoreHostEnded,
 )
-from toolkit.nodes.start.store import StoreHostEnded
 from toolkit.slurm.commands import Settings
 
 TIMEOUT_S = 20
@@ -655,7 +655,7 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        await_true(lambda: "127.0.0.9" in connections.unanswered())
+        await_true(lambda: "127.0.0.9" in link.unanswered())
         site.agents.ask_for_unanswered()
         told = site.next()
     assert told.host == "here"

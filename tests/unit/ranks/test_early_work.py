@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from toolkit.hang import activity
-from toolkit.hang.activity import Activity
-from toolkit.hang.watchdog import Watchdog
+from toolkit import hang
+from toolkit.hang import Activity, Watchdog
 from toolkit.nodes.agent.reports import NodeProgress, RankReport
 from toolkit.ranks.report import EarlyWork, family_cpu_s
 
@@ -42,14 +41,14 @@ class Rank:
         return was_stuck
 
 
-@pytest.mark.parametrize("phase", [activity.SETTING_UP, activity.PRIMING, activity.IN_STEP, activity.OWN_CODE])
+@pytest.mark.parametrize("phase", [hang.SETTING_UP, hang.PRIMING, hang.IN_STEP, hang.OWN_CODE])
 def test_a_compile_that_is_longer_than_the_limit_is_no_hang(phase: str) -> None:
     rank = Rank()
     rank.activity.phase = phase
     assert not rank.go_on(3 * TIMEOUT_S, cores=0.3)
 
 
-@pytest.mark.parametrize("phase", [activity.WAITING_FOR_DATA, activity.LOGGING, activity.LOADING])
+@pytest.mark.parametrize("phase", [hang.WAITING_FOR_DATA, hang.LOGGING, hang.LOADING])
 def test_a_rank_that_keeps_a_core_busy_as_it_waits_hangs(phase: str) -> None:
     rank = Rank()
     rank.activity.phase = phase
@@ -58,13 +57,13 @@ def test_a_rank_that_keeps_a_core_busy_as_it_waits_hangs(phase: str) -> None:
 
 def test_a_rank_that_uses_no_cpu_hangs_before_its_first_step() -> None:
     rank = Rank()
-    rank.activity.phase = activity.IN_STEP
+    rank.activity.phase = hang.IN_STEP
     assert rank.go_on(TIMEOUT_S, cores=0.005)
 
 
 def test_after_the_first_step_the_cpu_says_nothing() -> None:
     rank = Rank()
-    rank.activity.phase = activity.IN_STEP
+    rank.activity.phase = hang.IN_STEP
     assert not rank.go_on(TIMEOUT_S, cores=1.0)
     rank.activity.step = 1
     assert rank.go_on(TIMEOUT_S, cores=1.0)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from tests.waiting import wait_for
 from toolkit.base.errors import ToolkitError
 from toolkit.files import rundir
-from toolkit.ranks import rendezvous, session
+from toolkit.ranks import session
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -30,7 +30,7 @@ def refuses(address: str, port: int) -> bool:
 def test_a_rank_that_is_alone_listens_on_the_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    store = rendezvous.open_store(0, 1, TIMEOUT, tmp_path)
+    store = session.open_store(0, 1, TIMEOUT, tmp_path)
     assert isinstance(store, TCPStore)
     assert (refuses("127.0.0.1", store.port), refuses("127.0.0.2", store.port)) == (False, True)
 
@@ -47,12 +47,12 @@ def test_rank_0_without_a_supervisor_listens_where_the_others_are_told_to_come(
     def join() -> bytes:
         wait_for((tmp_path / "launch.json").exists, 20, "rank 0's address")
         told.update(json.loads((tmp_path / "launch.json").read_text()))
-        store = rendezvous.open_store(1, 2, TIMEOUT, tmp_path, lambda: "launch")
+        store = session.open_store(1, 2, TIMEOUT, tmp_path, lambda: "launch")
         return bytes(store.get("word"))
 
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(join)
-        store = rendezvous.open_store(0, 2, TIMEOUT, tmp_path, lambda: "launch")
+        store = session.open_store(0, 2, TIMEOUT, tmp_path, lambda: "launch")
         store.set("word", "of rank 0")
         assert joined.result(TIMEOUT.total_seconds()) == b"of rank 0"
     assert told["host"] == "127.0.0.1"

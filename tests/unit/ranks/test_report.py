@@ -19,12 +19,12 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.waiting import PATIENCE, wait_for
+from toolkit import hang as activity_words
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.hang import activity as activity_words
-from toolkit.hang.activity import Activity
+from toolkit.hang import Activity
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, Outbox, RankReport
 from toolkit.ranks import report, store_host
@@ -179,7 +179,7 @@ def test_a_rank_whose_agent_is_gone_ends_itself(exits: list[int]) -> None:
 RANK = """
 import sys, threading
 from toolkit.base import logs
-from toolkit.hang.activity import Activity
+from toolkit.hang import Activity
 from toolkit.nodes.agent.reports import Outbox
 from toolkit.ranks.report import AgentReporter
 

@@ -19,7 +19,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job import nodes
 from toolkit.run.records import stop_request
-from toolkit.run.supervise import building
+from toolkit.run.supervise import entry
 from toolkit.run.supervise.supervisor import Supervisor
 
 __all__ = ["quick"]
@@ -92,9 +92,9 @@ def test_a_run_whose_folder_is_hidden_for_a_moment_is_supervised(run: RunDir, mo
     hidden = run.path.with_name("hidden")
     run.path.rename(hidden)
     monkeypatch.setattr(time, "sleep", lambda _: hidden.rename(run.path))
-    assert building.build(run, "local", None).run is not None
+    assert entry.build(run, "local", None).run is not None
     run.path.rename(hidden)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0)
     with pytest.raises(FileNotFoundError):
-        building.build(run, "local", None)
+        entry.build(run, "local", None)

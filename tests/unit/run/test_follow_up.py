@@ -34,7 +34,7 @@ from toolkit.run.requeue.follow_up import (
     still_waiting,
     takes_over,
 )
-from toolkit.run.submission import sbatch
+from toolkit.run.submission import executors
 from toolkit.slurm.jobs import JobRow
 
 #: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --mem=2G`.
@@ -538,7 +538,7 @@ def test_the_script_from_the_login_node_asks_for_what_the_config_does(
     config.cluster.setup = ["export FROM_SETUP=1"]
     config.cluster.extra = {"hold": True, "begin": "now+1hour", "dependency": "afterok:7", "mail-type": "FAIL"}
     script = tmp_path / "script.sh"
-    script.write_text(sbatch.follow_up_script(run, config, "token", "1"))
+    script.write_text(executors.follow_up_script(run, config, "token", "1"))
     asked = {line.partition(" ")[2] for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
     assert {"--nodes=2", "--partition=gpu", "--time=90", "--mail-type=FAIL"} <= asked
     assert [option for option in asked if option.startswith(("--hold", "--begin", "--dependency"))] == []

@@ -12,8 +12,8 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import RunningRanks
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
+from toolkit.run.supervise.attempt_loop import HangWatch
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.hang_watch import HangWatch
 
 FOUND = RankFailure(1, "node1", "silent", 0.0)
 

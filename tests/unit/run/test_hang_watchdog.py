@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.hang.watchdog import START_SHARE, STUCK_SHARE, Watchdog
+from toolkit.hang import START_SHARE, STUCK_SHARE, Watchdog
 from toolkit.nodes.agent.reports import LONGEST_LOOK_S, SILENT_S, NodeProgress, RankReport, Standing
 
 TIMEOUT_S = 100.0

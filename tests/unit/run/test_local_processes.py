@@ -15,7 +15,7 @@ import pytest
 
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_REQUEST, RequestError
-from toolkit.base.process_identity import ProcessIdentity
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
 from toolkit.files import rundir

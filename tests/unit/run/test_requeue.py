@@ -24,7 +24,7 @@ from toolkit.run.records.ownership import Claim
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import requeue
 from toolkit.run.requeue.requeue import JobRequeue
-from toolkit.run.supervise import beginning
+from toolkit.run.supervise import supervisor
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.entry import SupervisorKilledError
 from toolkit.slurm.jobs import JobRow
@@ -273,11 +273,11 @@ def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_s
     allocation = Allocation(("node1",), (1,), 1, job_id=job, restart_count=1)
     context = Context(run, JobConfig(), allocation, slurm, None, None)
     context.claim = Claim.of_job(run, allocation, None)
-    beginning.close_interrupted(context, None)
+    supervisor.close_interrupted(context, None)
     (attempt,) = run.attempts()
     assert (attempt.cause, attempt.decision, attempt.line) == ("node_failure", "requeue", str(error))
     # Requeues in vain are counted, also those of killed supervisors.
     context.config.retry.max_requeues = 1
     run.write_status(run.status().replace(attempt=2, why=str(error)))
     with pytest.raises(ToolkitError, match="given up after 1 requeues without a new checkpoint"):
-        beginning.close_interrupted(context, None)
+        supervisor.close_interrupted(context, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base import fsio, log_text
+from toolkit.base import fsio, tracebacks
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
@@ -37,7 +37,7 @@ def of_script(source: str, tmp_path: Path, *words: str) -> tuple[str, int]:
     done = subprocess.run(
         [sys.executable, str(path), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=60
     )
-    return log_text.clean(done.stdout.decode(errors="replace")), done.returncode
+    return tracebacks.clean(done.stdout.decode(errors="replace")), done.returncode
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_exception_that_left_a_script_is_told_from_its_output(
     ],
 )
 def test_other_processes_colours_and_junk_do_not_hide_it(text: str, how: str) -> None:
-    message = str(report_of(log_text.clean(text), 2).get("message", ""))
+    message = str(report_of(tracebacks.clean(text), 2).get("message", ""))
     assert message.startswith(how)
     assert "then it printed" not in message
 

@@ -12,7 +12,7 @@ from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import new_run, refuse_unfit
-from toolkit.run.submission import sbatch, submit
+from toolkit.run.submission import executors, submit
 from toolkit.run.submission.resume import resume
 
 ODD = """it's "my" $HOME `touch hit`; ${A=$(touch hit)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
@@ -58,7 +58,7 @@ def test_no_character_of_another_path_means_anything_to_the_script(
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$PYTHONPATH" "$TOOLKIT_RUNS" "$4"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    script = sbatch.sbatch_script(JobConfig(), run)
+    script = executors.sbatch_script(JobConfig(), run)
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/mine"}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"{run.code}:/mine\n{tmp_path / ODD}\n{run.submitit}\n", "")

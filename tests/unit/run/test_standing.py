@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base.process_identity import ProcessIdentity
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.cli import show
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunState, RunStatus, Submission

@@ -23,11 +23,11 @@ from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.prepare import snapshot
-from toolkit.run.submission import executors, handle, sbatch, submit
+from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission import resume as resume_module
+from toolkit.run.submission.executors import sbatch_script, srun_options
 from toolkit.run.submission.handle import Run, attach
 from toolkit.run.submission.resume import resume
-from toolkit.run.submission.sbatch import sbatch_script, srun_options
 from toolkit.slurm import commands
 
 GOLDEN = """\
@@ -553,7 +553,7 @@ def test_a_run_without_a_job_is_not_cancelled_by_guess(tmp_path: Path) -> None:
 def test_doctor_asks_for_the_nodes_that_the_job_would_get() -> None:
     config = full_config()
     config.cluster.extra = {"reservation": "maintenance", "mail-type": "FAIL"}
-    assert sorted(sbatch.srun_options(config)) == [
+    assert sorted(executors.srun_options(config)) == [
         "--account=acc",
         "--constraint=a100&ib",
         "--exclude=node[3,7]",

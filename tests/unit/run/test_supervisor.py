@@ -15,13 +15,13 @@ import pytest
 
 from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
-from toolkit.base import fsio, open_files, outages
+from toolkit.base import fsio, outages, this_node
 from toolkit.base.errors import EXIT_STOPPED, CheckpointError, RequestError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
 from toolkit.files.rundir import RunDir
-from toolkit.hang.watchdog import Watchdog
+from toolkit.hang import Watchdog
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, RankReport
@@ -638,11 +638,11 @@ def test_a_foreign_script_runs_once_its_first_rank_has_a_log(run: RunDir) -> Non
 def test_a_run_that_needs_more_open_files_than_allowed_is_refused_before_its_ranks(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_files, "hard_limit", lambda: 87)
+    monkeypatch.setattr(this_node, "hard_limit", lambda: 87)
     with pytest.raises(RequestError, match=r"4 ranks need 88 open files .* hard limit is 87: .* at most 3 ranks"):
         supervise(run, Ranks())
     assert run.attempts() == []
-    monkeypatch.setattr(open_files, "hard_limit", lambda: 88)
+    monkeypatch.setattr(this_node, "hard_limit", lambda: 88)
     assert supervise(run, Ranks(completes)) == 0
 
 
@@ -721,7 +721,7 @@ MAY_FAIL = {
     "investigating hangs": "plugins.node_watch.investigation.Investigation",
     "measuring usage": "plugins.node_watch.job_usage.JobUsageRecorder",
     "copying to nodes": "plugins.staging.supervisor_side.NodeStaging",
-    "finding dead nodes": "plugins.node_watch.dead_nodes.DeadNodes",
+    "finding dead nodes": "plugins.node_watch.batch_host_watch.DeadNodes",
     "check nodes": "plugins.site.checks.preflight.mark_bad_nodes",
     "notify": "run.supervise.notify.notify",
     "doubtful nodes": "plugins.site.node_history.doubtful_for",

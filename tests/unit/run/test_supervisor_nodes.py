@@ -37,7 +37,7 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
-from toolkit.run.supervise import attempt_loop, beginning, conclusion, entry
+from toolkit.run.supervise import attempt_loop, conclusion, entry, supervisor
 from toolkit.run.supervise.conclusion import judge_attempt
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
@@ -520,7 +520,7 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
         run.write_status(
             RunStatus.from_json({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
         )
-        beginning.close_interrupted(supervisor_of(Ranks(), slurm)._context, None)
+        supervisor.close_interrupted(supervisor_of(Ranks(), slurm)._context, None)
     run.write_status(RunStatus.from_json({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]}))
     with pytest.raises(ToolkitError, match="given up after 2 requeues"):
         supervisor_of(Ranks(), slurm).run()
@@ -531,7 +531,7 @@ def test_a_damaged_status_keeps_of_a_left_over_attempt_what_is_known(run: RunDir
     known = {"attempt": 1, "started": 2.0, "updated": 3.0, "submitted": 1.0, "nodes": ["a"], "tasks": [2]}
     fsio.write_json(run.path / "status.json", {**known, "job_id": [[]], "restart_count": [[]], "goodput": [[]]})
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=2)
-    beginning.close_interrupted(Supervisor(run, JobConfig(), allocation, Ranks(), slurm)._context, None)
+    supervisor.close_interrupted(Supervisor(run, JobConfig(), allocation, Ranks(), slurm)._context, None)
     (line,) = run.attempts()
     assert (line.job_id, line.restart_count, line.submitted, line.begun) == ("1", 2, 1.0, 1.0)
 

@@ -16,9 +16,8 @@ from toolkit.cli import on_demand
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import stop_request, user_request
-from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.user_request import Answer, UserRequest, Wish
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Answer, Intent, UserRequest, Wish
 from toolkit.run.supervise.attempt_loop import UserRequests
 
 
@@ -45,23 +44,23 @@ class Desk:
 
 
 def test_each_request_is_handed_on_once_in_an_attempt_and_again_in_the_next(run: RunDir) -> None:
-    first, second = user_request.put(run, request()), user_request.put(run, request())
+    first, second = stop_request.put(run, request()), stop_request.put(run, request())
     desk = Desk(run)
     desk.look()
     desk.look()
     assert desk.proposed == [f"request {first}", f"request {second}"]
-    user_request.answer(run, first, Answer(step=7))
-    user_request.remove(run, second)
+    stop_request.answer(run, first, Answer(step=7))
+    stop_request.remove(run, second)
     of_next_supervisor = Desk(run)
     of_next_supervisor.look()
     assert of_next_supervisor.proposed == [], "one is answered, and one was withdrawn"
-    third = user_request.put(run, request())
+    third = stop_request.put(run, request())
     of_next_supervisor.look()
     assert of_next_supervisor.proposed == [f"request {third}"]
 
 
 def test_requests_wait_while_the_ranks_are_told_to_stop(run: RunDir) -> None:
-    user_request.put(run, request())
+    stop_request.put(run, request())
     desk = Desk(run)
     desk.attempt.stop = "move"
     desk.look()
@@ -76,9 +75,9 @@ def test_what_ranks_cannot_do_is_refused_with_the_reason(run: RunDir) -> None:
         (Desk(run, is_foreign=True), request(), "a script under `toolkit exec`"),
         (Desk(run), request(Wish.PROFILE, rank=2), "has no rank 2: its ranks are 0 to 1"),
     ]:
-        number = user_request.put(run, asked)
+        number = stop_request.put(run, asked)
         desk.look()
-        answer = user_request.answer_to(run, number)
+        answer = stop_request.answer_to(run, number)
         assert answer is not None
         assert why in (answer.refused or "")
         assert desk.proposed == []
@@ -86,33 +85,33 @@ def test_what_ranks_cannot_do_is_refused_with_the_reason(run: RunDir) -> None:
 
 def test_a_request_for_stacks_is_answered_by_the_supervisor_and_goes_to_no_rank(run: RunDir) -> None:
     desk = Desk(run, is_foreign=True)
-    number = user_request.put(run, request(Wish.STACKS))
+    number = stop_request.put(run, request(Wish.STACKS))
     desk.look()
     assert (desk.for_stacks, desk.proposed) == ([number], [])
 
 
 def test_a_damaged_request_is_refused_and_others_are_served(run: RunDir) -> None:
-    damaged, good = user_request.put(run, request()), user_request.put(run, request())
+    damaged, good = stop_request.put(run, request()), stop_request.put(run, request())
     (run.path / "requests" / f"{damaged}.json").write_text('{"wish": ')
     desk = Desk(run)
     desk.look()
-    answer = user_request.answer_to(run, damaged)
+    answer = stop_request.answer_to(run, damaged)
     assert answer is not None
     assert f"{damaged}.json" in (answer.refused or "")
     assert desk.proposed == [f"request {good}"]
 
 
 def test_a_request_of_a_command_that_was_killed_long_ago_is_removed(run: RunDir) -> None:
-    number = user_request.put(run, request())
+    number = stop_request.put(run, request())
     path = run.path / "requests" / f"{number}.json"
-    before = time.time() - user_request.LONGEST_WAIT_S - 1
+    before = time.time() - stop_request.LONGEST_WAIT_S - 1
     os.utime(path, (before, before))
-    assert user_request.unanswered(run) == []
+    assert stop_request.unanswered(run) == []
     assert not path.exists()
 
 
 def test_only_the_owner_can_read_or_write_requests(run: RunDir) -> None:
-    number = user_request.put(run, request())
+    number = stop_request.put(run, request())
     folder = run.path / "requests"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / f"{number}.json").stat().st_mode) == 0o600

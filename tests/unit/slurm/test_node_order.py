@@ -8,11 +8,10 @@ import pytest
 
 from toolkit.config import JobConfig, dump_config
 from toolkit.files import rundir
-from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.allocation import Allocation, in_order, node_order, units_of
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job.nodes import Nodes
-from toolkit.run.supervise import building
-from toolkit.slurm.node_order import in_order, node_order, units_of
+from toolkit.run.supervise import entry
 
 #: The example of Slurm's topology.conf(5), as scontrol prints it.
 TREE = """\
@@ -129,12 +128,12 @@ def test_placement_checks_and_copies_know_the_same_spares(
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "1(x4)"}
     for name, value in {**variables, "SLURM_NTASKS": "4", "SLURM_CLUSTER_NAME": "here"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(building, "Slurm", lambda: slurm)
+    monkeypatch.setattr(entry, "Slurm", lambda: slurm)
     run = rundir.create("test", tmp_path)
     config = JobConfig()
     config.cluster.spare_nodes = 1
     run.config.write_text(dump_config(config))
-    context = building.build(run, "slurm", None)._context
+    context = entry.build(run, "slurm", None)._context
     plan = context.nodes.plan()
     assert plan is not None
     assert plan.hosts == context.allocation.without(1).hosts == ("n1", "n3", "n2")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.scale.dead_nodes import HERE, silent_network, silent_nodes
-from toolkit.base import open_files
+from toolkit.base import this_node
 from toolkit.slurm import reachable
 from toolkit.slurm.reachable import unreachable
 
@@ -61,7 +61,7 @@ def test_thousands_of_silent_nodes_are_asked_at_once(full: int, monkeypatch: pyt
     nodes, waves, ask = silent_nodes(3000), list[int](), reachable._ask
     monkeypatch.setattr(reachable, "_ask", lambda wave, timeout_s: waves.append(len(wave)) or ask(wave, timeout_s))
     assert unreachable(nodes, full, here=HERE, timeout_s=0.5) == set(nodes)
-    at_once = open_files.hard_limit() - 2 * reachable.KEPT_FREE
+    at_once = this_node.hard_limit() - 2 * reachable.KEPT_FREE
     assert len(waves) <= math.ceil(len(nodes) / at_once)
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert soft == SOFT_BEFORE

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.base.errors import SlurmError
-from toolkit.base.user_cache import cache_dir
+from toolkit.base.trust import cache_dir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm import cluster_name, shared_queue
 from toolkit.slurm.jobs import JobStatus

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from toolkit.strategies.update.average import Average
+from toolkit.strategies.update.apply import Average
 
 STEPS, SAVED = 40, 17
 

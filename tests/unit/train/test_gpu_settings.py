@@ -9,8 +9,8 @@ import torch
 
 from toolkit.cli.keys import words_by_key
 from toolkit.config import TrainConfig
+from toolkit.data.randomness import ALLOCATOR_VARIABLES, apply_gpu_settings
 from toolkit.devices import accelerator
-from toolkit.train.seeds import ALLOCATOR_VARIABLES, apply_gpu_settings
 
 
 @pytest.fixture

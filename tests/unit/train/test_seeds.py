@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.train.seeds import prepare, reseed
+from toolkit.data.randomness import prepare, reseed
 
 
 def draws() -> tuple[float, float, float]:

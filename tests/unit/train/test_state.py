@@ -27,7 +27,7 @@ from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig
-from toolkit.hang.activity import Activity
+from toolkit.hang import Activity
 from toolkit.plugins.memory.copies import MemoryCopies
 from toolkit.plugins.memory.second_place import SecondPlace
 from toolkit.ranks.state import Json

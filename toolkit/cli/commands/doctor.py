@@ -30,8 +30,8 @@ def run(args: Namespace) -> int:
     from toolkit.base import logs, terminal
     from toolkit.cli import show
     from toolkit.files import rundir
-    from toolkit.plugins.site import doctor, node_history, reservations
-    from toolkit.plugins.site.versions import versions
+    from toolkit.plugins.site import doctor, node_history, site_limits
+    from toolkit.plugins.site.doctor import versions
 
     files = [word for word in args.overrides if "=" not in word]
     if len(files) > 1 or (args.nodes is not None and args.nodes < 1):
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
         "versions": versions(),
     }
     page, is_fine = _site_page(profile, about_profile, tables.width(args)), True
-    answer["reservations"] = held = [*filter(None, map(reservations.holding_back, config.cluster.parts))]
+    answer["reservations"] = held = [*filter(None, map(site_limits.holding_back, config.cluster.parts))]
     page += ["", *held] if held else []
     if args.prove and profile is not None:
         is_fine = all(proof.is_proven is not False for proof in profile.proofs)
@@ -74,8 +74,8 @@ def run(args: Namespace) -> int:
 
 def _site_page(profile: Any, about_profile: str, width: int | None) -> list[str | tables.Table]:
     """Return the lines about the site, and about this environment."""
-    from toolkit.plugins.site import site_page, site_profile
-    from toolkit.plugins.site.versions import versions
+    from toolkit.plugins.site import doctor, site_profile
+    from toolkit.plugins.site.doctor import versions
 
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
     # Without a profile, as on a machine without Slurm, only the environment is known.
@@ -83,8 +83,8 @@ def _site_page(profile: Any, about_profile: str, width: int | None) -> list[str 
         return [about_profile, here]
     date = site_profile.date(profile.made)
     head = f"cluster {profile.cluster}, Slurm {profile.slurm}, as {profile.user} sees it on {date}"
-    table = tables.Table(site_page.partition_rows(profile), width, ("PREEMPTION",))
-    proofs = [*site_page.proof_lines(profile)]
+    table = tables.Table(doctor.partition_rows(profile), width, ("PREEMPTION",))
+    proofs = [*doctor.proof_lines(profile)]
     if proofs and profile.proven:
         proofs = ["", f"proven by a job on {site_profile.date(profile.proven)}:", *proofs]
-    return [head, "", table, "", *site_page.lines(profile), "", here, *proofs, "", about_profile]
+    return [head, "", table, "", *doctor.lines(profile), "", here, *proofs, "", about_profile]

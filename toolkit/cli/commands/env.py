@@ -32,15 +32,15 @@ def _facts() -> dict[str, Any]:
     """Return placement, network and devices of this process, as ``toolkit run`` would derive them."""
     from dataclasses import asdict
 
-    from toolkit.plugins.site import fabric
+    from toolkit.plugins.site.checks import devices
     from toolkit.slurm import placement
-    from toolkit.slurm.rank_environment import environment
+    from toolkit.slurm.placement import environment
 
     place = placement.derive(os.environ, socket.gethostname())
     facts = {**vars(place), "sources": dict(place.sources), "launch_key": placement.launch_key(os.environ)}
     facts["environment"] = environment(place, os.environ, 1)
-    facts["interfaces"] = [asdict(i) for i in fabric.interfaces()]
-    facts["infiniband"] = [asdict(p) for p in fabric.infiniband_ports()]
+    facts["interfaces"] = [asdict(i) for i in devices.interfaces()]
+    facts["infiniband"] = [asdict(p) for p in devices.infiniband_ports()]
     return facts
 
 

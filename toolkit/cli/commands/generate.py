@@ -39,18 +39,17 @@ def run(args: Namespace) -> None:
     texts = args.texts or _lines()
     logs.setup()
     # Imports torch, so only after the request has been checked.
-    from toolkit.plugins.inference import generation
     from toolkit.plugins.inference import trained_model as inference
 
-    sampling = generation.Sampling(args.temperature, args.top_k, args.seed)
+    sampling = inference.Sampling(args.temperature, args.top_k, args.seed)
     with terminal.unguarded(), inference.trained(run, paths, weights=args.weights) as model:
-        found = generation.continuations(model, texts, args.max_tokens, sampling)
+        found = inference.continuations(model, texts, args.max_tokens, sampling)
     if args.json:
         print(show.as_json({**model.as_json(), "continuations": found}))
         return
     for number, row in enumerate(found):
         if len(found) > 1:
-            print(f"{'' if number == 0 else chr(10)}{generation.shortened(row['prompt'])}:")
+            print(f"{'' if number == 0 else chr(10)}{inference.shortened(row['prompt'])}:")
         print(row["text"])
 
 

@@ -46,9 +46,9 @@ def run(args: Namespace) -> None:
 def _write_schema(file: str) -> None:
     from toolkit.base import fsio, terminal
     from toolkit.cli.arguments import replaceable_path
-    from toolkit.plugins.site import config_schema
+    from toolkit.plugins.site import site_file
 
-    path = replaceable_path("--schema", file, config_schema.BEGIN)
-    fsio.write_atomic(path, config_schema.text())
+    path = replaceable_path("--schema", file, site_file.BEGIN)
+    fsio.write_atomic(path, site_file.text())
     terminal.say(f"{path}: written. An editor uses it for a config that begins with this line:")
-    print(config_schema.modeline(path))
+    print(site_file.modeline(path))

@@ -19,7 +19,7 @@ from toolkit.base.terminal import say
 from toolkit.files.run_files import RunState
 
 if TYPE_CHECKING:
-    from toolkit.cli.logs.growing_log import GrowingLog
+    from toolkit.cli.follow import GrowingLog
     from toolkit.files.rundir import RunDir
 
 EXAMPLES = (
@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Print a log to stdout. Raises RequestError that says which logs there are."""
-    from toolkit.cli.logs.growing_log import BAR_S, GrowingLog
+    from toolkit.cli.follow import BAR_S, GrowingLog
     from toolkit.files import rundir
 
     of_all = args.merged or args.errors
@@ -63,7 +63,7 @@ def run(args: Namespace) -> None:
         raise RequestError(f"logs: --attempt {args.attempt}: attempts are counted from 1")
     of = rundir.find(args.run)
     if of_all:
-        from toolkit.cli.logs import merged as merged_logs
+        from toolkit.cli import follow as merged_logs
 
         attempt = args.attempt or max(of.attempts_with_logs(), default=1)
         lines = (merged_logs.merged if args.merged else merged_logs.errors)(of, attempt)
@@ -94,7 +94,7 @@ def run(args: Namespace) -> None:
 
 def _other_log(of: RunDir, log: GrowingLog, args: Namespace) -> GrowingLog:
     """Return the supervisor's log where no rank's was asked for. Raises RequestError where there is no log."""
-    from toolkit.cli.logs.growing_log import GrowingLog
+    from toolkit.cli.follow import GrowingLog
 
     if args.rank is None and args.attempt is None:
         log = GrowingLog(of, None)

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from toolkit.cli import on_demand
 from toolkit.files.rundir import RunDir
-from toolkit.run.records.user_request import Answer
+from toolkit.run.records.stop_request import Answer
 
 #: Or the trace gets too long.
 MAX_STEPS = 100
@@ -27,7 +27,7 @@ def run(args: Namespace) -> None:
 
     from toolkit.base.errors import RequestError
     from toolkit.files import rundir
-    from toolkit.run.records.user_request import UserRequest, Wish
+    from toolkit.run.records.stop_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     if not 1 <= args.steps <= MAX_STEPS:

@@ -25,7 +25,7 @@ def run(args: Namespace) -> None:
     from toolkit.base import fsio
     from toolkit.cli import selection, show
     from toolkit.files import rundir
-    from toolkit.plugins.report import differences, facts, page
+    from toolkit.plugins.report import compare, facts, page
 
     if args.png:
         raise RequestError("toolkit report: there is no --png: open the HTML file in a browser and print it from there")
@@ -41,7 +41,7 @@ def run(args: Namespace) -> None:
     found = [facts.facts_of(each) for each in runs]
     compared = facts.facts_of(other) if other else None
     if target is None:
-        print(show.as_json(differences.as_data(found, compared)))
+        print(show.as_json(compare.as_data(found, compared)))
         return
     fsio.write_atomic(target, page.page(found, compared, time.time()))
     print(target)

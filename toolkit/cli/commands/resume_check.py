@@ -37,14 +37,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     from toolkit.base import logs
     from toolkit.cli import show
-    from toolkit.plugins.site import resume_check, resume_report
+    from toolkit.plugins.site import resume_check, resume_compare
 
     logs.setup()
-    plan = resume_report.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
+    plan = resume_compare.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
     report = resume_check.check(args.config, args.overrides, plan, args.executor)
-    kept = report.runs if args.keep or report.verdict == resume_report.DIFFERENT else ()
+    kept = report.runs if args.keep or report.verdict == resume_compare.DIFFERENT else ()
     for path in report.runs if not kept else ():
         resume_check.remove(path)
-    print(show.as_json(resume_report.as_dict(report)) if args.json else resume_report.page(report, kept))
-    codes = {resume_report.IDENTICAL: EXIT_DONE, resume_report.DIFFERENT: EXIT_FAILED}
+    print(show.as_json(resume_compare.as_dict(report)) if args.json else resume_compare.page(report, kept))
+    codes = {resume_compare.IDENTICAL: EXIT_DONE, resume_compare.DIFFERENT: EXIT_FAILED}
     return codes.get(report.verdict, EXIT_PROVES_NOTHING)

@@ -21,7 +21,7 @@ def run(args: Namespace) -> None:
 
     from toolkit.files import rundir
     from toolkit.run.prepare.live_values import checked, text
-    from toolkit.run.records.user_request import UserRequest, Wish
+    from toolkit.run.records.stop_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     on_demand.refuse_unless_running(of)

@@ -18,9 +18,9 @@ def run(args: Namespace) -> None:
     import time
 
     from toolkit.cli import on_demand, show
+    from toolkit.cli.on_demand import stacks_page
     from toolkit.files import rundir
-    from toolkit.plugins.node_watch.stacks_page import stacks_page
-    from toolkit.run.records.user_request import UserRequest, Wish
+    from toolkit.run.records.stop_request import UserRequest, Wish
 
     of = rundir.find(args.run)
     if args.rank is not None:

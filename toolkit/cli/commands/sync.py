@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     from toolkit.base import logs
     from toolkit.cli import selection
-    from toolkit.plugins.trackers import sending as sync
+    from toolkit.plugins.trackers import sync as sync
 
     runs, _ = selection.named(list(dict.fromkeys(args.run)))
     if args.tracker == "csv":

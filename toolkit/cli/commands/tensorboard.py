@@ -82,7 +82,7 @@ def _links(runs: Sequence[RunDir]) -> Path:
     import tempfile
 
     from toolkit.base import fsio
-    from toolkit.base.user_cache import cache_dir
+    from toolkit.base.trust import cache_dir
 
     paths = "\n".join(os.fspath(run.tensorboard) for run in runs)
     cache = cache_dir()

@@ -26,11 +26,11 @@ def run(args: Namespace) -> None:
     from toolkit.base import terminal
     from toolkit.cli import run_facts, show
     from toolkit.files import rundir
-    from toolkit.plugins.report.why import cause, page
+    from toolkit.plugins.report.why import page
 
     if args.log is not None:
-        told = cause.of_log(args.log)
-        print(show.as_json(told)) if args.json else terminal.say(cause.log_page(told))
+        told = page.of_log(args.log)
+        print(show.as_json(told)) if args.json else terminal.say(page.log_page(told))
         return
     facts = run_facts.facts(rundir.find(args.run))
     print(show.as_json(run_facts.as_data(facts))) if args.json else terminal.say(page.page(facts, whole=args.all))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit.base.durations import as_clock
 from toolkit.base.terminal import OneLine, visible
-from toolkit.cli.logs.growing_log import BAR_S, GrowingLog
+from toolkit.cli.follow import BAR_S, GrowingLog
 from toolkit.files.run_files import RunProgress, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import run_config

@@ -46,10 +46,10 @@ from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 
-from toolkit.base import disks, fsio, logs, reading
-from toolkit.base.node_programs import bare_python
+from toolkit.base import fsio, logs, reading, this_node
+from toolkit.base.this_node import bare_python
 from toolkit.devices import on_node
-from toolkit.nodes.agent import connections, parts, preimports, reports
+from toolkit.nodes.agent import link, parts, preimports, reports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
@@ -191,7 +191,7 @@ class Agent:
             case "check":
                 self._check(order)
             case "connections":
-                self._answer(order, addresses=sorted(connections.unanswered()))
+                self._answer(order, addresses=sorted(link.unanswered()))
             case "start":
                 # First, since files of a copy may have been removed since the last start.
                 self._copies.check()
@@ -345,7 +345,7 @@ class Agent:
 def _connect(host: str, port: int) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=CONNECT_S)
     connection.settimeout(None)
-    connections.notice_death(connection, GONE_S)
+    link.notice_death(connection, GONE_S)
     return connection
 
 
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str]) -> None:
     logs.setup(f"agent {name}")
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
     # Here, and not in each rank: a fork whose variables differ from the zygote's may not run a script.
-    os.environ.update(disks.cache_variables(os.environ))
+    os.environ.update(this_node.cache_variables(os.environ))
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME

@@ -2,6 +2,11 @@
 
 They are forks of a zygote (:mod:`toolkit.nodes.agent.zygote`), whose other end is here, or fresh programs. Each gets
 CPUs of its own: whole cores first, next to each other and near its GPU.
+
+Finds the processes of a rank that a stop signal is for.
+
+A rank may be more than one process: `bash train.sh`, `python train.py | tee log`, `uv run`, a launcher. A signal for
+all of them would end what the one that saves still needs.
 """
 
 from __future__ import annotations
@@ -16,19 +21,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit.base import fsio, logs, node_memory, proc_stat, staged
+from toolkit.base import fsio, logs, procfs, staged, this_node
+from toolkit.base.procfs import ProcessStat
 from toolkit.devices import kinds
 from toolkit.files.records import COUNT, ListOf
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import parsed, start_child
 from toolkit.nodes.agent.link import Message
-from toolkit.nodes.agent.stop_receivers import any_lives, receivers
 from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder, opened
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
@@ -216,7 +222,7 @@ class Processes:
         near_own = [near for near in self.near_gpus for _ in range(sharing)]
         sets = for_tasks(len(order["processes"]), order["cpus_per_task"], near_own)
         for place, (process, own_cpus) in enumerate(zip(order["processes"], sets, strict=True)):
-            child = _Child(order["attempt"], process["rank"], node_memory.oom_kills(), order["gets_signals"])
+            child = _Child(order["attempt"], process["rank"], this_node.oom_kills(), order["gets_signals"])
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
@@ -345,7 +351,7 @@ class Processes:
         child = self._children[pid]
         child.code = os.waitstatus_to_exitcode(status)
         # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
-        child.no_memory = child.code == -signal.SIGKILL and node_memory.oom_kills() > child.ooms
+        child.no_memory = child.code == -signal.SIGKILL and this_node.oom_kills() > child.ooms
         if child.rank is not None and child.code == -signal.SIGTERM:  # perhaps sent to all by Slurm
             child.asked |= receivers(pid, signal.SIGTERM)
         self.end_asked()
@@ -542,7 +548,7 @@ class ZygoteClient:
 
     def end_if_silent(self) -> None:
         """Kill a zygote that imports for too long, or is stopped. Its end is noticed by :meth:`hear`."""
-        now, stat = time.monotonic(), proc_stat.read(self.pid)
+        now, stat = time.monotonic(), procfs.read(self.pid)
         is_stopped = stat is not None and stat.state in "Tt"
         self._stopped_since = (self._stopped_since or now) if is_stopped else None
         is_late = self.is_importing and now - self._awaited_since > IMPORT_S
@@ -630,3 +636,52 @@ def _first(cpu: int, topology: Path) -> int:
         return int(text.replace("-", ",").split(",")[0])
     except (OSError, ValueError):
         return cpu
+
+
+#: A shell runs its trap only when the program has ended that it waits for: that one is to get the signal as well.
+SHELLS = {"sh", "bash", "dash", "ash", "busybox", "zsh", "ksh", "fish"}
+
+
+def receivers(leader: int, number: signal.Signals) -> set[int]:
+    """Return the processes of the session of ``leader``, and of those that descend from it, that are to get a signal.
+
+    These are the ones that handle it, but not below another program that does: data workers, and what a launcher has
+    started, are that program's. SIGTERM also ends the shells and wrappers above these. What would die of the signal
+    while another process handles it does not get it, as a ``tee`` that is written to. If none handles it all get it.
+    """
+    stats = {int(path.name): stat for path in Path("/proc").glob("[0-9]*") if (stat := procfs.read(path.name))}
+    children = defaultdict[int, list[int]](list)
+    for pid, stat in stats.items():
+        parent = stats.get(stat.parent)
+        # One whose parent has ended is the agent's child.
+        is_orphan = stat.session == leader and (parent is None or parent.session != leader)
+        if pid != leader:
+            children[leader if is_orphan else stat.parent].append(pid)
+
+    def below(pid: int) -> tuple[set[int], bool]:
+        """Return the processes at ``pid`` and below that are to get it, and whether one of them handles it."""
+        handles = pid in stats and stats[pid].handles(number)
+        if handles and not _is_shell(pid):
+            return {pid}, True
+        branches = [below(child) for child in children[pid]]
+        branches = [branch for branch in branches if branch[1]] or branches
+        return {pid}.union(*(pids for pids, _ in branches)), handles or any(handled for _, handled in branches)
+
+    found, is_handled = below(leader)
+    living = {pid for pid in found if pid in stats and not stats[pid].has_ended}
+    if is_handled and number is not signal.SIGTERM:
+        return {pid for pid in living if stats[pid].handles(number)}
+    return living
+
+
+def any_lives(pids: Collection[int]) -> bool:
+    """True if one of the processes has not ended."""
+    stats: list[ProcessStat | None] = [procfs.read(pid) for pid in pids]
+    return any(stat is not None and not stat.has_ended for stat in stats)
+
+
+def _is_shell(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/exe").readlink().name in SHELLS
+    except OSError:  # it has ended
+        return False

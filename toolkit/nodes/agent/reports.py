@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.base import proc_stat
+from toolkit.base import procfs
 
 #: A rank that has not reported for this long is stopped or dead, or a library holds Python's lock.
 SILENT_S = 5.0
@@ -55,7 +55,7 @@ class RankReport:
 
     attempt: int
     rank: int
-    phase: str  #: see :mod:`toolkit.hang.activity`
+    phase: str  #: see :mod:`toolkit.hang`
     step: int | None  #: steps done; None: not even one in this attempt
     count: int
     fields: Mapping[str, Any] | None = None
@@ -261,7 +261,7 @@ class Inbox:
                 with earlier:
                     pid, _ = _peer(earlier)
                 # An earlier agent leaves as soon as it notices that it was given up, unless it is stopped.
-                stat = proc_stat.read(pid)
+                stat = procfs.read(pid)
                 if time.monotonic() >= deadline or (stat is not None and stat.state in "Tt"):
                     if pid in (0, os.getpid()):  # 0: of another pid namespace
                         raise taken

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
-from toolkit.base import proc_stat
+from toolkit.base import procfs
 from toolkit.nodes.agent import preimports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, die_with, ignore_signals
 
@@ -55,7 +55,7 @@ MODULES = {
         "toolkit.train.user_loop",
         "toolkit.cli.main",
         "toolkit.cli.commands.run",
-        "toolkit.plugins.report.history",
+        "toolkit.plugins.report.stragglers",
         "toolkit.plugins.report.stragglers",
         "toolkit.train.on_request",
         "toolkit.plugins.node_watch.efficiency",
@@ -294,7 +294,7 @@ def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
     byte of the arguments is not null, all up to the first null byte is the title.
     """
     # The kernel tells at which addresses it reads arguments and variables.
-    stat = proc_stat.read("self")
+    stat = procfs.read("self")
     if stat is None:
         return
     arguments, arguments_end, variables, variables_end = map(stat.number, range(48, 52))

@@ -27,9 +27,10 @@ from toolkit.nodes.start.launcher import (
     RanksSignalled,
     RunningRanks,
     Store,
+    StoreHostEnded,
+    port_in,
     signal_name,
 )
-from toolkit.nodes.start.store import StoreHostEnded, port_in
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import GPU_REQUEST

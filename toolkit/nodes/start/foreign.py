@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit.base import disks, fsio, secret_values
+from toolkit.base import fsio, secret_values, this_node
 from toolkit.base.errors import RequestError, ToolkitError
 from toolkit.config import script_arguments
 from toolkit.files import error_file, rundir
@@ -25,8 +25,8 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import zygote
 from toolkit.nodes.start import python_command
 from toolkit.slurm import placement
-from toolkit.slurm.rank_environment import environment
-from toolkit.slurm.variables import whole_number
+from toolkit.slurm.environment import whole_number
+from toolkit.slurm.placement import environment
 
 
 def gains_by_fork(run: RunDir) -> bool:
@@ -77,7 +77,7 @@ def main(run: RunDir) -> None:
     except ToolkitError as error:
         error_file.write(error, place.rank)
         sys.exit(f"toolkit exec: {error}")
-    environ = {**os.environ, **environment(place, os.environ, cpus), **disks.cache_variables(os.environ)}
+    environ = {**os.environ, **environment(place, os.environ, cpus), **this_node.cache_variables(os.environ)}
     attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     # Set what torchrun would set beside the rank's numbers.
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))

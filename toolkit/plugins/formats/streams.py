@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from toolkit.base.errors import ConfigError, JobFailedError
-from toolkit.data.batches import to_device
+from toolkit.data.loader import to_device
 from toolkit.data.randomness import seed_sample
 from toolkit.data.sampler import BatchPart, refuse_other_share
 from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit import hang
 from toolkit.base import logs, signals
 from toolkit.base.errors import CheckpointError, ConfigError, StoppedError
-from toolkit.hang import activity
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
@@ -152,7 +152,7 @@ class LibraryRun(TrainingRun):
             self.close()
             signals.end_stopped()
             raise SystemExit(stopped.exit_code) from None
-        self._activity.phase = activity.IN_STEP
+        self._activity.phase = hang.IN_STEP
 
     def may_save(self, *, must: bool) -> bool:
         return True

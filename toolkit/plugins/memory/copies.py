@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from toolkit.base import logs, node_memory
+from toolkit.base import logs, this_node
 from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.checkpoint.exchange import KeyValue
 from toolkit.checkpoint.manifest import Manifest
@@ -32,8 +32,7 @@ from toolkit.checkpoint.policy import MAX_OVERHEAD
 from toolkit.checkpoint.reader import Loaded
 from toolkit.devices import page_locked
 from toolkit.plugins.memory.files import MemoryFile, MemorySlot, PartWriter, RankFiles, Role, layout, split
-from toolkit.plugins.memory.links import Receiver, Sender
-from toolkit.plugins.memory.load import KEY, MemoryLoad
+from toolkit.plugins.memory.load import KEY, MemoryLoad, Receiver, Sender
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.slurm import network
@@ -204,7 +203,7 @@ class Memory:
         copies = 4 if self._partner_address is not None else 2
         ranks = self._slot.local_world_size
         held = sum(512 * Path(path).stat().st_blocks for path in self._slot.files)
-        needed, free = 2 * shared + copies * own * ranks - held, node_memory.available_bytes()
+        needed, free = 2 * shared + copies * own * ranks - held, this_node.available_bytes()
         if needed <= free:
             sizes = f"2 x {shared / 1e6:.1f} MB a node, {copies} x {own / 1e6:.1f} MB a rank"
             log.info("the state is kept in memory, too: %s", sizes)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.base import fsio, logs, node_memory
+from toolkit.base import fsio, logs, this_node
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.devices import accelerator
 from toolkit.files import records
@@ -203,7 +203,7 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
         with suppress(AttributeError):  # of a package's device, which does not tell
             return int(accelerator.module_of(device).get_device_properties(device).total_memory)
     ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
-    return node_memory.total_bytes() // ranks
+    return this_node.total_bytes() // ranks
 
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Auto:

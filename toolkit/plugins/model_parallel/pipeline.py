@@ -19,21 +19,21 @@ is the same in every schedule, and in a resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, OnePassError
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.metrics.meters import stopwatch
-from toolkit.plugins.model_parallel.pipeline_checks import check_pipeline, micro_batches
-from toolkit.plugins.model_parallel.placing import place
-from toolkit.plugins.model_parallel.schedules import build_schedule
+from toolkit.plugins.model_parallel.checks import check_pipeline, micro_batches
 from toolkit.plugins.model_parallel.stage_module import (
     ForwardOnly,
     Grid,
@@ -42,6 +42,7 @@ from toolkit.plugins.model_parallel.stage_module import (
     StageModule,
     on_every_rank,
 )
+from toolkit.plugins.model_parallel.stages import place
 from toolkit.ranks import older_torch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors
@@ -372,3 +373,53 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Pipel
     """Return the strategy; its model is not built yet."""
     refuse_gloo_on_gpus(config.name, session)
     return Pipeline(session, config, train)
+
+
+def build_schedule(
+    name: str,
+    grid: Grid,
+    line: dist.ProcessGroup,
+    modules: Sequence[StageModule],
+    device: torch.device,
+    micro_batches: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """Return the schedule ``name`` for ``modules``, this rank's stages.
+
+    ``line`` is the group of the pipeline's ranks. ``loss(outputs, target)`` is called on the rank of the last stage. It
+    divides by the samples of the global batch: torch scales no gradients.
+    """
+    if not hasattr(schedules, "_wait_batch_p2p"):  # torch < 2.8
+        schedules._batch_p2p = _Transfers.start  # type: ignore[assignment]  # as torch < 2.8 has it
+    stages = [
+        PipelineStage(module, stage, grid.count, device, group=line)
+        for module, stage in zip(modules, grid.stages, strict=True)
+    ]
+    unscaled = older_torch.known(ScheduleGPipe, scale_grads=False)  # torch 2.6 scales none
+    if len(stages) > 1:
+        return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, **unscaled)  # type: ignore[arg-type]
+    # A single rank makes the same steps with interleaved as with 1f1b.
+    kinds: dict[str, Callable[..., Any]]
+    kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedule1F1B}
+    kind = choose("strategy.pipeline.schedule", name, kinds)
+    return kind(stages[0], micro_batches, loss_fn=loss, **unscaled)
+
+
+class _Transfers:
+    """All transfers of a batch as one: torch < 2.8 keeps the last one only.
+
+    Over gloo each tensor is a transfer of its own. A send that nobody keeps is dropped before it is done, and the ranks
+    wait for each other for ever.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    @classmethod
+    def start(cls, transfers: list[dist.P2POp], desc: str | None = None) -> _Transfers | None:
+        """Start a batch, as torch's ``_batch_p2p()``. Return None if it is empty."""
+        return cls(dist.batch_isend_irecv(transfers)) if transfers else None
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

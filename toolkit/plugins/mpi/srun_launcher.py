@@ -30,9 +30,10 @@ from toolkit.nodes.start.launcher import (
     LaunchFailed,
     RunningRanks,
     Store,
+    StoreHostEnded,
+    port_in,
 )
 from toolkit.nodes.start.srun import Srun
-from toolkit.nodes.start.store import StoreHostEnded, port_in
 from toolkit.slurm.commands import SlurmCommands, settings_of
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment

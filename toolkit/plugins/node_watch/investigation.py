@@ -1,40 +1,48 @@
 """Finds out which rank of a run that hangs the others wait for, and what it does.
 
-In a hang the ranks write their stacks and are killed. Reading the stacks needs only what :mod:`toolkit.hang.stacks` has
+In a hang the ranks write their stacks and are killed. Reading the stacks needs only what :mod:`toolkit.hang` has
 prepared in each rank. So it works also on a rank that never reached the process group, and on all except those that are
 stopped or whose node is gone. The stacks are read on the ranks' own nodes, see :mod:`.stack_digest`.
+
+The collectives that ranks have called, as torch's flight recorder has written them, and the first that differs.
+
+The stacks of a hang show where the ranks wait in the end. A call that only some ranks make may have paired up with
+another call of the rest many calls before, so its line is found only by what was recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
-from traceback import StackSummary
+from traceback import FrameSummary, StackSummary
+from typing import Any, NamedTuple
 
+from toolkit import hang
 from toolkit.base import fsio, hostlist, logs, reading
 from toolkit.files.rundir import RunDir
-from toolkit.hang import activity, stacks
-from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
+from toolkit.hang import STUCK_SHARE, Watchdog
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.agent.reports import merge as merge_digests
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import RunningRanks
-from toolkit.plugins.node_watch import flights, silence, stack_digest
-from toolkit.plugins.node_watch.faulthandler_text import Stack, main_stack
+from toolkit.plugins.node_watch import silence, stack_digest
+from toolkit.plugins.node_watch.outside_stacks import Stack, main_stack, program_line
 from toolkit.plugins.node_watch.silence import NodesWatch
 from toolkit.plugins.node_watch.stack_digest import WAITING, RankGroup, RankStack
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
-from toolkit.run.records import user_request
-from toolkit.run.records.user_request import Answer, StackGroup
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Answer, StackGroup
 from toolkit.run.supervise.context import Context
 
 log = logs.get(__name__)
@@ -108,11 +116,11 @@ class Investigation:
                 StackGroup(group.ranks, group.doing, group.still_s, group.stack) for group in self.read_stacks(reports)
             )
             answer = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
-            user_request.answer(run, request_id, answer)
+            stop_request.answer(run, request_id, answer)
         except Exception as error:  # the run goes on without the stacks
             log.warning("the stacks cannot be shown: %s: %s", type(error).__name__, error)
             with contextlib.suppress(OSError):  # a full disk: the command says that there was no answer
-                user_request.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
+                stop_request.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
 
     def read_stacks(self, reports: Watchdog | None) -> list[RankGroup]:
         """Return what the ranks do now, with their stacks. It does not disturb them."""
@@ -129,7 +137,7 @@ class Investigation:
         if self._has_old_stacks and self._context.agents is not None:
             remove_old(self._context.agents, self._context.run, self._attempt.number, ranks)
         self._has_old_stacks = True
-        self._ranks.kill(stacks.ASK)
+        self._ranks.kill(hang.ASK)
 
     def _look(self, ranks: Mapping[str, Sequence[Standing]], reports: Watchdog | None, **how: bool) -> list[RankGroup]:
         agents, known = self._context.agents, {} if reports is None else reports.nodes
@@ -176,7 +184,7 @@ def look(
         # Its ranks count as stopped if it is silent, else as unknown.
         last, is_silent, unheard = known.get(host), host in agents.silent_hosts, list[RankStack]()
         for rank in ranks:
-            phase, step = (rank.phase, rank.step) if last is None else (activity.IN_STEP, last.least)
+            phase, step = (rank.phase, rank.step) if last is None else (hang.IN_STEP, last.least)
             standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
             unheard.append(RankStack(standing, [] if is_silent else None, is_read=is_silent))
         groups += stack_digest.group(unheard)
@@ -199,9 +207,9 @@ def _orders(
 def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
     """Find out which rank is behind, and note it for `toolkit why`. ``hosts`` are by rank."""
     folder = run.attempt_logs(attempt)
-    one_of_each = sorted(groups, key=lambda group: len(group.ranks))[-flights.MOST :]
-    recorded = {group.ranks[0]: flights.calls_of(folder, group.ranks[0]) for group in one_of_each}
-    odd, difference = flights.first_difference(recorded, {each.ranks[0]: len(each.ranks) for each in one_of_each})
+    one_of_each = sorted(groups, key=lambda group: len(group.ranks))[-MOST:]
+    recorded = {group.ranks[0]: calls_of(folder, group.ranks[0]) for group in one_of_each}
+    odd, difference = first_difference(recorded, {each.ranks[0]: len(each.ranks) for each in one_of_each})
     culprits, how = blame(groups, odd)
     how += difference and f"; {difference}"
     answered = _count(group for group in groups if group.has_answered)
@@ -231,7 +239,7 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
 def _stack_of(folder: Path, rank: int) -> Stack:
     """Return the stack of the rank's main thread; empty without an answer."""
     with contextlib.suppress(OSError):
-        return main_stack(stack_digest.stack_text(stacks.stack_path(folder, rank)) or "")
+        return main_stack(stack_digest.stack_text(hang.stack_path(folder, rank)) or "")
     return []
 
 
@@ -339,3 +347,78 @@ def _counts(groups: Iterable[RankGroup], noun: str = "other") -> str:
     (doing, count), *rest = _by_activity(groups).most_common()
     first = f"{count} {noun}{'s' if count > 1 else ''} {doing}"
     return ", ".join([first, *(f"{count} {doing}" for doing, count in rest)])
+
+
+#: The recordings of so many ranks are read, each of another group: all ranks of a group wait at the same place.
+MOST = 8
+
+
+class Call(NamedTuple):
+    """A collective as a rank has called it."""
+
+    name: str
+    sizes: str
+    line: str | None  #: None: called by a thread of torch's, such as that of a backward pass on a GPU
+
+    def __str__(self) -> str:
+        return self.name if self.line is None else f"{self.name} ({self.line})"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts, lists and dicts alone: whoever may write into the run's folder could have others run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a recording")
+
+
+def calls_of(folder: Path, rank: int) -> dict[str, dict[int, Call]]:
+    """Return the collectives of a rank by process group and number. Empty without a recording that can be read."""
+    groups: dict[str, dict[int, Call]] = {}
+    with suppress(OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError):
+        with reading.open_file(hang.flight_path(folder, rank)) as file:
+            entries = _PlainUnpickler(file).load()["entries"]
+        for entry in entries:
+            if not entry["is_p2p"]:
+                frames = [FrameSummary(each["filename"], each["line"], each["name"]) for each in entry["frames"]]
+                call = Call(entry["profiling_name"].partition(":")[2], str(entry["input_sizes"]), program_line(frames))
+                groups.setdefault(entry["process_group"][0], {})[entry["collective_seq_id"]] = call
+    return groups
+
+
+def first_difference(
+    recorded: Mapping[int, Mapping[str, Mapping[int, Call]]], weights: Mapping[int, int]
+) -> tuple[int | None, str]:
+    """Return the rank whose call is the odd one, None if any may be, and a line about the calls.
+
+    ``recorded`` is what :func:`calls_of` returns, by rank; a rank stands for as many as its weight. The line is empty
+    where all have made the same calls, as far as each has come.
+    """
+    for group in dict.fromkeys(name for groups in recorded.values() for name in groups):
+        sides = {rank: groups[group] for rank, groups in recorded.items() if group in groups}
+        numbers = sorted(set.intersection(*(set(calls) for calls in sides.values())))
+        for at, number in enumerate(numbers):
+            counts = Counter[Call]()
+            for rank, calls in sides.items():
+                counts[calls[number]] += weights[rank]
+            if len(counts) == 1:
+                continue
+            # Of two calls that are as frequent either may be the odd one.
+            usual, odd = counts.most_common()[0][0], counts.most_common()[-1][0]
+            first, second = (
+                next(rank for rank, calls in sides.items() if calls[number] == call) for call in (odd, usual)
+            )
+            theirs, others = ([sides[rank][each] for each in numbers[at:]] for rank in (first, second))
+            extra, missed = _agree(theirs[1:], others), _agree(theirs, others[1:])
+            # A branch for some ranks may make the same call at another line: then what follows agrees as it is.
+            is_last = len(theirs) == 1
+            if odd[:2] == usual[:2] and (is_last or _agree(theirs[1:], others[1:]) >= max(extra, missed)):
+                continue
+            line = f"collective {number} was {odd} on rank {first}, and {usual} on rank {second}"
+            if counts[usual] > counts[odd]:
+                return first, line
+            return (first if extra > missed else second if missed > extra else None), line
+    return None, ""
+
+
+def _agree(some: Sequence[Call], others: Sequence[Call]) -> int:
+    return sum(call == other for call, other in zip(some, others, strict=False))

@@ -15,8 +15,8 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.node_watch.usage import NodeUsage
 from toolkit.run.attempt.attempt import Attempt
+from toolkit.slurm.environment import of_components
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.variables import of_components
 
 #: A GPU that has been idle for this long, and for as long as the attempt runs, is named as unused.
 UNUSED_AFTER_S = 240.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from toolkit.base import logs
-from toolkit.base.node_programs import bare_python
+from toolkit.base.this_node import bare_python
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ctypes import Structure, Union, byref, c_int, c_int64, c_uint, c_uint32, c_ulonglong, c_void_p, sizeof
 from typing import Any
 
-from toolkit.devices.watched import Condition, GpusError, Load, WatchedGpu
+from toolkit.devices.on_node import Condition, GpusError, Load, WatchedGpu
 
 LIBRARY = "libnvidia-ml.so.1"
 #: Return codes.
@@ -101,7 +101,7 @@ class _Event(Structure):
 
 
 class Nvml:
-    """NVIDIA's GPUs: :class:`toolkit.devices.watched.Gpus`.
+    """NVIDIA's GPUs: :class:`toolkit.devices.on_node.Gpus`.
 
     ``visible`` is the value of CUDA_VISIBLE_DEVICES: other GPUs are another job's.
     """

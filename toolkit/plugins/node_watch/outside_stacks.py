@@ -3,7 +3,7 @@
 py-spy reads them without disturbing the process, where it is installed and the system permits it. Else, in an attempt
 that is to end, the process gets SIGABRT, which kills it: ``PYTHONFAULTHANDLER``, which `toolkit exec` sets, has Python
 write its stacks before. The file holds what the kernel reports of each process in any case. Its format is that of
-:mod:`toolkit.hang.stacks`.
+:mod:`toolkit.hang`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from traceback import FrameSummary
+from typing import TypeAlias
 
-from toolkit.base import fsio, proc_stat
+from toolkit import hang
+from toolkit.base import fsio, procfs
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
-from toolkit.plugins.node_watch.faulthandler_text import main_stack
 
 #: Ranks that are read at the same time, and the most processes of each.
 AT_ONCE, MOST_PROCESSES = 16, 8
@@ -67,7 +68,7 @@ def write_without_end(folder: Path, ranks: Mapping[int, int]) -> None:
     def write_one(rank: int) -> None:
         pids = [ranks[rank]]
         for pid in pids:  # grows meanwhile: a parent comes before its children
-            pids += stacks.children(pid)
+            pids += hang.children(pid)
         texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
         _write_file(folder, rank, texts, _notes(pids), _parents(pids))
 
@@ -101,7 +102,7 @@ def _notes(pids: Sequence[int]) -> str:
 
 
 def _parents(pids: Sequence[int]) -> dict[int, int]:
-    stats = {pid: proc_stat.read(pid) for pid in pids}
+    stats = {pid: procfs.read(pid) for pid in pids}
     return {pid: stat.parent if stat is not None else 0 for pid, stat in stats.items()}
 
 
@@ -114,7 +115,7 @@ def _write_file(folder: Path, rank: int, texts: Mapping[int, str], notes: str, p
             if pid != main:
                 _put(folder / f"stack-{rank}-process-{pid}.txt", texts[pid])
         own = "" if main is None else f"# process {main}\n{texts[main]}"
-        _put(stacks.stack_path(folder, rank), notes + own + stacks.ANSWERED)
+        _put(hang.stack_path(folder, rank), notes + own + hang.ANSWERED)
 
 
 def _put(path: Path, text: str) -> None:
@@ -215,5 +216,39 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 def _is_gone(pid: int) -> bool:
     """True for a process that has ended, whether its parent has reaped it or not."""
-    stat = proc_stat.read(pid)
+    stat = procfs.read(pid)
     return stat is None or stat.state in "ZX"
+
+
+Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_OURS = f"{Path(__file__).parents[2]}/"
+_LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib/python3[\d.]*/")
+
+
+def main_stack(text: str) -> Stack:
+    """Return the main thread's stack in faulthandler's output: the last that ``threading`` has not started."""
+    main: Stack = []
+    for thread in _THREAD.split(text)[1:]:
+        frames = [FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(thread)]
+        if frames and frames[-1].name != "_bootstrap":
+            main = frames
+    return main
+
+
+def is_ours(stack: Stack) -> bool:
+    """True if the toolkit has called the library in which the rank is, or is there itself."""
+    caller = next((frame.filename for frame in stack if frame.filename.startswith(_OURS) or not _is_library(frame)), "")
+    return caller.startswith(_OURS)
+
+
+def program_line(stack: Stack) -> str | None:
+    """Return the innermost line of the user's program as ``train.py:12``; None where there is none."""
+    own = (frame for frame in stack if not frame.filename.startswith(_OURS) and not _is_library(frame))
+    return next((f"{Path(frame.filename).name}:{frame.lineno}" for frame in own), None)
+
+
+def _is_library(frame: FrameSummary) -> bool:
+    return _LIBRARY.search(frame.filename) is not None

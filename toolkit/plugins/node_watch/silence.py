@@ -14,7 +14,7 @@ from queue import Empty
 from typing import Any
 
 from toolkit.base import logs
-from toolkit.base.node_programs import bare_python
+from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation

@@ -31,12 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.base import proc_stat
-from toolkit.base.proc_stat import ProcessStat
-from toolkit.devices.watched import Gpus, GpusError
+from toolkit.base import procfs
+from toolkit.base.procfs import ProcessStat
+from toolkit.devices.on_node import Gpus, GpusError
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.node_watch import outside_stacks
-from toolkit.plugins.node_watch.drivers import open_gpus
+from toolkit.plugins.node_watch.sysfs import open_gpus
 
 #: A share of one core. A rank that waits in a barrier of gloo uses 0.002; its data workers, a twentieth of that.
 IDLE_SHARE = 0.01
@@ -44,7 +44,7 @@ IDLE_SHARE = 0.01
 CPU_GRAIN_S = 0.02
 #: The states of a rank that are reported.
 MOVING, SILENT, ENDED, HIDDEN = "moving", "silent", "ended", "hidden"
-#: The field of the pages that a process has fetched from a disk, see `toolkit.base.proc_stat`.
+#: The field of the pages that a process has fetched from a disk, see `toolkit.base.procfs`.
 MAJOR_FAULTS = 12
 #: Looks in the time after which a rank counts as silent, and the bounds of the time between two looks.
 LOOKS, SHORTEST_LOOK_S, LONGEST_LOOK_S = 30, 0.2, 10.0
@@ -101,7 +101,7 @@ class RankProcesses:
         """Return the living processes of each rank."""
         stats: dict[int, ProcessStat] = {}
         for entry in self._proc.iterdir():
-            stat = proc_stat.read(entry.name, self._proc) if entry.name.isdigit() else None
+            stat = procfs.read(entry.name, self._proc) if entry.name.isdigit() else None
             if stat is not None and stat.state not in "ZX":  # no zombie
                 stats[int(entry.name)] = stat
         alive = {(pid, stat.started_ticks) for pid, stat in stats.items()}

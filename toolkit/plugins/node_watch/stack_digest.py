@@ -23,11 +23,11 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from toolkit import hang
 from toolkit.base import reading
-from toolkit.hang import activity, stacks
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.node_watch import outside_stacks
-from toolkit.plugins.node_watch.faulthandler_text import Stack, is_ours, main_stack, program_line
+from toolkit.plugins.node_watch.outside_stacks import Stack, is_ours, main_stack, program_line
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
@@ -61,14 +61,14 @@ def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack 
             if looked >= deadline:
                 return
             try:
-                text = stack_text(stacks.stack_path(folder, standing.rank))
+                text = stack_text(hang.stack_path(folder, standing.rank))
             except OSError:
                 continue
             stack = None if text is None else main_stack(text)
             # An empty file counts only for a silent rank, or when there was time enough to answer.
             if stack != [] or standing.is_silent or looked >= sure_at:
                 by_rank[standing.rank] = stack
-            if text is not None and text.endswith(stacks.ANSWERED):
+            if text is not None and text.endswith(hang.ANSWERED):
                 left.remove(standing)
         # The ranks that are left do not answer anyway.
         if all(standing.is_silent for standing in left):
@@ -156,7 +156,7 @@ class RankStack:
         does not answer. What a rank does in a step is unknown without a stack; most likely it waits as well.
         """
         answers = bool(self.stack) or not self.standing.is_silent
-        guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
+        guessed = answers and not self.stack and self.standing.phase == hang.IN_STEP
         waits = int(guessed)
         if not self.is_read or awaits(self.stack or ()):
             waits = WAITING + is_ours(self.stack or ())  # all ranks make the toolkit's own calls
@@ -239,7 +239,7 @@ def remove(folder: Path, standings: Sequence[Standing]) -> None:
     """Empty the files of these ranks. A rank keeps its file open and appends to it, so the file itself stays."""
     for standing in standings:
         with contextlib.suppress(OSError):  # no file yet
-            os.truncate(stacks.stack_path(folder, standing.rank), 0)
+            os.truncate(hang.stack_path(folder, standing.rank), 0)
 
 
 def main() -> None:

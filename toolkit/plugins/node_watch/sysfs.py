@@ -2,18 +2,26 @@
 
 Sources: Linux, gpu/amdgpu/driver-misc.rst, gpu/amdgpu/ras.rst and gpu/amdgpu/thermal.rst;
 ABI/testing/sysfs-driver-intel-i915-hwmon and -xe-hwmon; ABI/testing/sysfs-bus-pci.
+
+Whose GPUs a node has: the driver that answers is asked.
+
+The GPUs of another maker are a class with the members of :class:`toolkit.devices.on_node.Gpus`, and a case in
+:func:`open_gpus`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.devices.on_node import NodeGpu
-from toolkit.devices.watched import Condition, Load, WatchedGpu
+from toolkit.devices import on_node
+from toolkit.devices.kinds import CUDA, ROCM
+from toolkit.devices.on_node import Condition, Gpus, GpusError, Load, NodeGpu, WatchedGpu
+from toolkit.plugins.node_watch.nvml import Nvml
 
 #: The speed of a lane by the generation of PCIe, as Linux writes it (drivers/pci/probe.c).
 GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
@@ -72,7 +80,7 @@ class _SysfsGpus:
 
 
 class AmdGpus(_SysfsGpus):
-    """AMD's GPUs: :class:`toolkit.devices.watched.Gpus`."""
+    """AMD's GPUs: :class:`toolkit.devices.on_node.Gpus`."""
 
     cannot_tell = "AMD's driver counts no energy, and only root reads its faults (dmesg)"
 
@@ -103,7 +111,7 @@ class AmdGpus(_SysfsGpus):
 
 
 class IntelGpus(_SysfsGpus):
-    """Intel's GPUs: :class:`toolkit.devices.watched.Gpus`."""
+    """Intel's GPUs: :class:`toolkit.devices.on_node.Gpus`."""
 
     cannot_tell = "Intel's driver tells neither the use of a GPU nor of its memory here, and only root reads its faults"
 
@@ -134,3 +142,25 @@ def _generation(file: Path) -> int | None:
     with suppress(OSError):
         return GENERATIONS.get(file.read_text().split(" ")[0])
     return None
+
+
+def open_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> Gpus | None:
+    """Return the GPUs that this process may use; None on a node without any. Raises GpusError."""
+    try:
+        return Nvml(environ.get("CUDA_VISIBLE_DEVICES"))
+    except GpusError as error:
+        # Without the library nothing is known, and nothing need be wrong: a container may lack it.
+        if (root / "dev/nvidiactl").exists() and not isinstance(error.__cause__, OSError):
+            raise
+    try:
+        gpus = on_node.allowed(root)
+        if not gpus:
+            return None
+        # Those that a variable hides are another process's. In doubt all are watched.
+        with contextlib.suppress(LookupError, ValueError):
+            gpus = on_node.visible(environ, root)
+    except (OSError, LookupError, ValueError) as error:
+        raise GpusError(f"the driver's files cannot be read: {error!r}") from error
+    if not gpus or gpus[0].kind is CUDA:
+        return None
+    return AmdGpus(gpus, root) if gpus[0].kind is ROCM else IntelGpus(gpus, root)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.base import proc_stat
-from toolkit.base.proc_stat import ProcessStat
-from toolkit.devices.watched import Gpus
+from toolkit.base import procfs
+from toolkit.base.procfs import ProcessStat
+from toolkit.devices.on_node import Gpus
 
 #: A process that is younger may still become another program, with the job's variables.
 YOUNG_S = 60.0
@@ -107,7 +107,7 @@ class JobProcesses:
 
     def began(self, now: float) -> float:
         """Return when the agent began, in the time of ``now``."""
-        agent = proc_stat.read(self._agent, self._proc)
+        agent = procfs.read(self._agent, self._proc)
         return now if agent is None else now - max(0.0, self._uptime_s() - agent.started_s)
 
     def totals(self) -> _Totals:
@@ -146,7 +146,7 @@ class JobProcesses:
         here = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdigit()}
         self._others &= here
         self._roots = {pid: root for pid, root in self._roots.items() if pid in here}
-        stats = {pid: stat for pid in here - self._others if (stat := proc_stat.read(pid, self._proc)) is not None}
+        stats = {pid: stat for pid in here - self._others if (stat := procfs.read(pid, self._proc)) is not None}
         uptime_s = self._uptime_s()
         for pid in stats:
             self._sort(pid, stats, uptime_s)
@@ -172,7 +172,7 @@ class JobProcesses:
         return process.parent == self._agent and _STARTERS.search(self._text(f"{pid}/cmdline")) is not None
 
     def _is_task(self, pid: int, stats: Mapping[int, ProcessStat]) -> bool:
-        parent = proc_stat.read(stats[pid].parent, self._proc) if self._marks else None
+        parent = procfs.read(stats[pid].parent, self._proc) if self._marks else None
         if parent is None or not parent.name.startswith("slurmstepd"):
             return False
         variables = self._text(f"{pid}/environ").split("\0")

@@ -19,9 +19,9 @@ from toolkit.base import hostlist
 from toolkit.base.durations import in_units
 from toolkit.base.terminal import visible
 from toolkit.plugins.node_watch import efficiency
-from toolkit.plugins.report import charts, sections
+from toolkit.plugins.report import curves, sections
+from toolkit.plugins.report.compare import differing
 from toolkit.plugins.report.curves import is_aside
-from toolkit.plugins.report.differences import differing
 from toolkit.plugins.report.facts import ReportFacts
 
 #: The first bytes of a report: a file that begins otherwise is not replaced by one.
@@ -92,7 +92,7 @@ def _templates() -> Environment:
         finalize=_readable,
         undefined=StrictUndefined,
     )
-    made.globals |= {"charts": charts, "sections": sections, "efficiency_of": efficiency}
+    made.globals |= {"charts": curves, "sections": sections, "efficiency_of": efficiency}
     made.globals |= {"hostlist": hostlist, "in_units": in_units}
     return made
 

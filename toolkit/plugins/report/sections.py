@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from toolkit.base.durations import in_units
 from toolkit.files.run_files import AttemptRecord
 from toolkit.metrics import goodput, start_up
-from toolkit.plugins.report.charts import short
+from toolkit.plugins.report.curves import short
 from toolkit.plugins.report.facts import ReportFacts
 
 #: A longer list would not be read, and would not fit into the file.

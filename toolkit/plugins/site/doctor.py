@@ -1,33 +1,43 @@
-"""`toolkit doctor`: the checks that a job makes before its ranks start, made by hand."""
+"""`toolkit doctor`: the checks that a job makes before its ranks start, made by hand.
+
+Checks nodes by an srun step. Every task makes the checks once, and its labeled output is the answer.
+
+So only what srun reaches must be reachable, and no disk is asked: it may be the faulty part.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
-from toolkit.base import logs
+from toolkit import __version__
+from toolkit.base import hostlist, logs
+from toolkit.base.durations import in_units
 from toolkit.base.errors import RequestError, SlurmError
 from toolkit.config import JobConfig
+from toolkit.devices import kinds
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.line_channel import LineChannel, open_channel
+from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
+from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel, without_label
+from toolkit.nodes.start.srun import parse_srun_line
 from toolkit.plugins.site import site_profile
-from toolkit.plugins.site.checks import FIRST_NODE, LAUNCHER, CheckRequest, speed
-from toolkit.plugins.site.checks.preflight import SharedFolder, command
-from toolkit.plugins.site.checks.verdict import NodesReport, judge, prevented
+from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest, speed
+from toolkit.plugins.site.checks.preflight import LIMIT_S, SharedFolder, command
+from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
 from toolkit.plugins.site.proof import prove
-from toolkit.plugins.site.site_profile import SiteProfile
-from toolkit.plugins.site.slurm_site import USED, missing_programs, read_site
-from toolkit.plugins.site.srun_checks import Start, ask_nodes
-from toolkit.plugins.site.versions import versions
-from toolkit.run.submission import sbatch
-from toolkit.slurm.commands import Slurm
+from toolkit.plugins.site.site_profile import USED, PartitionRecord, SiteProfile, missing_programs, read_site
+from toolkit.run.submission import executors
+from toolkit.slurm.commands import PROBE_TIMEOUT_S, Slurm
 from toolkit.slurm.environment import submit_environment
-from toolkit.slurm.programs import PROBE_TIMEOUT_S
 from toolkit.slurm.srun_commands import srun_nodes_argv
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
@@ -69,7 +79,7 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
         shared = SharedFolder(_folder())
         gpus = cluster.gpus_per_node
         request = CheckRequest(str(shared.path), shared.token, [cpus], gpus, FIRST_NODE, may_load=True)
-        options = [f"--cpus-per-task={cpus}", *sbatch.srun_options(config)]
+        options = [f"--cpus-per-task={cpus}", *executors.srun_options(config)]
         log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
 
         def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
@@ -218,3 +228,224 @@ def _verdict(report: NodesReport, host: str) -> str:
     if host in report.bad:
         return "bad"
     return "warning" if host in report.warnings else "ok"
+
+
+#: Proofs, as they are marked in front of their lines.
+_MARKS = {True: "proven", False: "FAILED", None: "not tried"}
+
+
+def partition_rows(profile: SiteProfile) -> list[tuple[str, ...]]:
+    """Return a table of the partitions: a head, and a row for each. The default one has a star."""
+    rows: list[tuple[str, ...]] = [("PARTITION", "NODES", "CPUS", "GPUS", "MEMORY", "TIME LIMIT", "PREEMPTION")]
+    for part in profile.partitions:
+        name = f"{part.name}*" if part.is_default else part.name  # as sinfo marks it
+        memory = f"{part.memory_mb / 1024:.0f} GiB" if part.memory_mb else "-"
+        nodes = str(part.nodes) if part.is_up else f"{part.nodes} (down)"
+        limit = time_text(part.time_limit_s)
+        rows.append((name, nodes, str(part.cpus or "-"), gpu_text(part), memory, limit, preemption_text(profile, part)))
+    return rows
+
+
+def lines(profile: SiteProfile) -> Iterator[str]:
+    """Yield the settings in words."""
+    restarts = "at once, with --requeue=expedite" if profile.expedites else f"after {profile.requeue_delay_s:.0f} s"
+    requeue = f"allowed; a requeued job may start again {restarts}"
+    if not profile.can_requeue:
+        requeue = "forbidden by default (JobRequeue=0); follow-up jobs continue a run"
+    yield f"requeue: {requeue}"
+    yield f"preemption: {profile.preempt_type.removeprefix('preempt/')}; {profile.kill_wait_s:.0f} s from TERM to KILL"
+    arrays = f"indices below {profile.max_array_size}" if profile.max_array_size else "switched off"
+    yield f"arrays: {arrays}; {profile.max_jobs} jobs of all users at once"
+    # Without the limits enforced, a wrong request waits for ever.
+    refusal = "refused" if profile.enforces_limits else "held in the queue for ever"
+    yield f"a job over its partition's limits is {refusal}"
+    cgroup = f"; {profile.cgroup}" if profile.cgroup else ""
+    yield f"processes: {profile.proctrack}, {profile.task_plugins}{cgroup}"
+    yield f"srun --mpi: {', '.join(profile.mpi_plugins) or 'no plugins'}; default {profile.mpi_default}"
+    yield f"accounting: {profile.accounting}"
+    for account in profile.associations:
+        limits: dict[str, str | int | float | None] = {
+            "on partition": account.partition,
+            "qos": ", ".join(account.qos),
+            "default qos": account.default_qos,
+            "jobs at once": account.max_jobs,
+            "jobs in the queue": account.max_submit,
+            "time": account.time_limit_s and in_units(account.time_limit_s),
+        }
+        yield f"account {account.account}: {_listed(limits)}"
+    for qos in profile.qos:
+        limits = {
+            "time": qos.time_limit_s and in_units(qos.time_limit_s),
+            "preemption": qos.preempt_mode,
+            "a user's resources": qos.max_resources,
+            "a user's jobs": qos.max_submit,
+        }
+        yield f"qos {qos.name}: {_listed(limits)}"
+    yield from (f"note: {note}" for note in profile.notes)
+
+
+def proof_lines(profile: SiteProfile) -> Iterator[str]:
+    """Yield a line for each proof."""
+    width = max((len(proof.name) for proof in profile.proofs), default=0)
+    for proof in profile.proofs:
+        yield f"{_MARKS[proof.is_proven]:<9}  {proof.name:<{width}}  {proof.text}".rstrip()
+
+
+def time_text(seconds: float | None) -> str:
+    return "none" if seconds is None else in_units(seconds)
+
+
+def gpu_text(part: PartitionRecord) -> str:
+    """Return the GPUs of a node: ``4 a100``."""
+    return f"{part.gpus} {part.gpu_type or ''}".strip() if part.gpus else "-"
+
+
+def preemption_text(profile: SiteProfile, part: PartitionRecord) -> str:
+    """Return what a preemption does to a job of this partition."""
+    if profile.preempt_type == "preempt/qos":
+        return "by qos"
+    mode = profile.preemption(part)
+    if mode is None:
+        return "none"
+    grace = f", {part.grace_s:.0f} s grace" if part.grace_s else ", no grace"
+    return f"{mode.lower()}{grace}"
+
+
+def _listed(limits: dict[str, str | int | float | None]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in limits.items() if value) or "no limits"
+
+
+_PACKAGES = ("torch", "torchvision", "submitit", "numpy", "mpi4py", "tensorboard")
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each program and package that is installed here."""
+    found = {
+        "toolkit": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}",
+    }
+    found |= {name: version for name in _PACKAGES if (version := _package(name))}
+    return found | kinds.versions()
+
+
+def _package(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+#: srun starts all tasks within this many seconds of each other.
+LAUNCH_SPREAD_S = 5.0
+#: What srun prints about tasks that it ends itself. It ends all tasks if one could not be started.
+_CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
+_UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
+_NAME = re.compile(r"[\w.-]+")
+
+#: Starts the checks on these hosts, or on as many as Slurm chooses.
+Start = Callable[[CheckRequest, Sequence[str]], LineChannel]
+
+
+def ask_nodes(
+    request: CheckRequest, hosts: Sequence[str], start: Start, *, is_queued: bool = False
+) -> tuple[list[Heard], list[str], float]:
+    """Return what is heard of each host, srun's errors, and the seconds it took.
+
+    With ``is_queued`` the step may wait for its nodes, so time begins with the first answer. Where srun does not reach
+    a host, it ends the whole step. The other hosts are then asked again, without that one.
+    """
+    answers = _Answers(hosts, start(request, hosts), is_queued)
+    answers.listen()
+    failed = {match[1] for line in answers.errors if (match := _UNREACHED.search(line))}
+    unreached = failed & set(hosts)
+    rest = [host for host in hosts if host not in unreached]
+    if not unreached or not rest or all(node.findings is not None for node in answers.nodes):
+        return answers.nodes, answers.errors, answers.took_s
+    # Ask the rest again: only these hosts' CPUs, which are counted by task.
+    cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host not in unreached]
+    nodes, errors, took_s = ask_nodes(replace(request, cpus=cpus), rest, start)
+    lost = [node for node in answers.nodes if node.name in unreached]
+    return [*nodes, *lost], [*answers.errors, *errors], answers.took_s + took_s
+
+
+class _Answers:
+    """What the tasks of one step print, and what srun prints about them."""
+
+    def __init__(self, hosts: Sequence[str], channel: LineChannel, is_queued: bool) -> None:
+        self.nodes = [Heard(host) for host in hosts]
+        self._names = list(hosts)
+        self.errors: list[str] = []
+        self._channel = channel
+        self._asked = channel.began
+        self._deadline = None if is_queued else time.monotonic() + LIMIT_S
+        self._has_begun = False
+        self._awaited = set(range(len(hosts)))
+        self._last_words: dict[int, str] = {}  #: by task, text that is no answer, or the first part of one
+
+    @property
+    def took_s(self) -> float:
+        """Return the seconds since the step began to run."""
+        return time.time() - self._asked
+
+    def listen(self) -> None:
+        """Read until all have answered or ended, or time is up."""
+        try:
+            while self._awaited and not isinstance(event := self._next(), ChannelEnded):
+                if isinstance(event, NodeLine):
+                    self._take(event)
+                    continue
+                # A line that is no answer: a node's own, which is labeled, or srun's.
+                task, words = without_label(event.text)
+                if task is not None and task < len(self.nodes):
+                    self._last_words[task] = words.strip()
+                    continue
+                self.errors.append(event.text)
+                # Tasks that failed according to srun are not waited for.
+                failed = parse_srun_line(event.text, self._names)
+                if isinstance(failed, (RanksExited, LaunchFailed)):
+                    self._awaited -= {*failed.ranks}
+        except Empty:
+            pass
+        finally:
+            self._channel.end()
+        # Note why a node has not answered. Each of srun's lines is read once: there may be thousands.
+        complaints: dict[str, str] = {}
+        for line in self.errors:
+            if not _CONSEQUENCE.search(line):
+                complaints |= {name: line for name in _NAME.findall(line) if name not in complaints}
+        for task, node in enumerate(self.nodes):
+            if node.findings is None:
+                node.failure = "; ".join(filter(None, [complaints.get(node.name), self._last_words.get(task)]))
+
+    def _next(self) -> NodeLine | ErrorLine | ChannelEnded:
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return self._channel.events.get(timeout=left_s)
+
+    def _take(self, line: NodeLine) -> None:
+        if line.task >= len(self.nodes):
+            return
+        # The rest of an answer that srun has cut belongs behind its first part.
+        text = line.text
+        if not text.startswith(ANSWER_HEAD):
+            text = self._last_words.get(line.task, "") + text
+        try:
+            answer = CheckAnswer.parse(text)
+        except (ValueError, TypeError, KeyError):  # srun cuts a labeled line after 1,024 bytes
+            self._last_words[line.task] = text if text.startswith(ANSWER_HEAD) else line.text
+            return
+        if not self._has_begun:
+            self._has_begun, self._deadline = True, self._deadline or time.monotonic() + LIMIT_S
+            # A job that waited for its nodes was asked long before they began.
+            self._asked = max(self._asked, line.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
+            # Also name the nodes that stay silent: without chosen nodes their names are unknown.
+            names = hostlist.expand(answer.nodes) if answer.nodes else []
+            for task, name in enumerate(names[: len(self.nodes)]):
+                self._name(task, name)
+        self._name(line.task, answer.node)
+        node = self.nodes[line.task]
+        node.take(answer, self._asked, line.received, answer.began, answer.ended)
+        self._awaited.discard(line.task)
+
+    def _name(self, task: int, name: str) -> None:
+        self.nodes[task].name = self._names[task] = name

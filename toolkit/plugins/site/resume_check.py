@@ -24,8 +24,7 @@ from toolkit.config.script_keys import acting_keys
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.site.resume_compare import compare, places, read
-from toolkit.plugins.site.resume_report import CheckPlan, CheckReport
+from toolkit.plugins.site.resume_compare import CheckPlan, CheckReport, compare, places, read
 from toolkit.run.prepare.new_run import load
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume

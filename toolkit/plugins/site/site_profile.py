@@ -2,23 +2,32 @@
 
 It is a dated file of the user, and lies beside the site's defaults (``$TOOLKIT_SITE``, else ``~/.config/toolkit``). A
 profile that is damaged, old or of another cluster is named in the log, and never the reason that something fails.
+
+Reads a cluster's limits and settings, as far as a normal user may.
+
+It takes a handful of calls, none of them per job or node. What cannot be read is a note in the profile, and never an
+error: accounting may be off, sacctmgr missing or denied.
 """
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from toolkit.base import fsio, logs
-from toolkit.base.errors import SlurmError
+from toolkit.base.durations import parse_slurms
+from toolkit.base.errors import RequestError, SlurmError
 from toolkit.files.json_record import FileRecord, JsonRecord
 from toolkit.files.run_files import Time
-from toolkit.slurm.commands import Slurm
+from toolkit.slurm.commands import Slurm, settings_in
 
 #: After this time a profile only warns: sites change their limits.
 OLD_S = 30 * 86_400.0
@@ -230,3 +239,244 @@ def preempt_modes(cluster: str, names: Sequence[str]) -> list[str]:
     """Return the preemption modes of these QOS: ``cluster`` for one without its own. Empty without a profile."""
     profile = of_cluster(cluster)
     return [qos.preempt_mode or "cluster" for qos in profile.qos if qos.name in names] if profile else []
+
+
+#: What the toolkit calls. Without these two nothing can be read; the others are named if they are missing.
+NEEDED = ("scontrol", "sbatch")
+USED = (*NEEDED, "srun", "squeue", "scancel", "sinfo")
+#: Slurm's own default of ``cred_expire``. A requeued job may start one second after it.
+CRED_EXPIRE_S = 120.0
+
+Answer = TypeVar("Answer")
+Partitions: TypeAlias = tuple[PartitionRecord, ...]
+#: By partition, fields of its record.
+Shapes: TypeAlias = dict[str, dict[str, int | str | None]]
+
+
+def missing_programs(slurm: Slurm) -> list[str]:
+    """Return those of Slurm's programs that are not on PATH."""
+    return [name for name in USED if not slurm.has(name)]
+
+
+def read_site(slurm: Slurm) -> SiteProfile:
+    """Return the cluster as this user sees it.
+
+    Raises RequestError without Slurm's programs, and SlurmError where the controller does not answer.
+    """
+    missing = missing_programs(slurm)
+    if set(missing) == {*USED}:
+        raise RequestError("this machine has no Slurm client: load its module, or go to a login node")
+    if {*missing} & {*NEEDED}:
+        raise RequestError(f"Slurm is only half installed here: {', '.join(missing)} not on PATH, and others are")
+    profile = _of_config(slurm.ask(["scontrol", "show", "config"]))
+    return _SiteReader(slurm, [f"{name} is not on PATH" for name in missing]).fill(profile)
+
+
+class _SiteReader:
+    """Fills the profile part by part. A part that cannot be read is left out, with a note."""
+
+    def __init__(self, slurm: Slurm, notes: list[str]) -> None:
+        self._slurm = slurm
+        self._notes = notes
+
+    def fill(self, profile: SiteProfile) -> SiteProfile:
+        none: Partitions = ()
+        no_shapes: Shapes = {}
+        no_plugins: tuple[str, ...] = ()
+        shapes = self._try("the nodes' sizes", lambda: _shapes(self._ask("sinfo", *_SINFO)), no_shapes)
+        parts = self._try("the partitions", lambda: _partitions(self._ask(*_SCONTROL)), none)
+        plugins = self._try("srun's MPI plugins", lambda: _mpi_plugins(self._ask("srun", "--mpi=list")), no_plugins)
+        expedites = profile.expedites and self._try("sbatch's options", self._slurm.expedites, False)
+        profile = profile.replace(
+            user=_user_name(),
+            expedites=expedites,
+            mpi_plugins=plugins,
+            partitions=tuple(part.replace(**shapes.get(part.name, {})) for part in parts),
+        )
+        if profile.accounting != "off":
+            # The first failure is enough: each call would wait for the same database.
+            user = f"user={profile.user}"
+            try:
+                rows = self._table("associations", _ASSOCIATION, user)
+                default = self._table("user", ("DefaultAccount",), user)
+                qos = self._table("qos", _QOS)
+            except SlurmError as error:
+                first = str(error).splitlines()
+                reason = first[1].strip() if len(first) > 1 else first[0]
+                self._notes.append(f"accounts and QOS cannot be read: {reason}")
+                profile = profile.replace(accounting=f"no answer: {reason}")
+            else:
+                profile = profile.replace(
+                    associations=tuple(_association(row) for row in rows),
+                    default_account=next((row[0] for row in default if row[0]), None),
+                    qos=tuple(_qos(row) for row in qos),
+                )
+        return profile.replace(notes=tuple(self._notes))
+
+    def _table(self, what: str, columns: Sequence[str], *where: str) -> list[list[str]]:
+        wide = f"format={','.join(columns)}"
+        text = self._ask("sacctmgr", "--noheader", "--parsable2", "show", what, *where, wide)
+        rows = [line.split("|") for line in text.splitlines()]
+        return [row for row in rows if len(row) == len(columns)]
+
+    def _ask(self, *argv: str) -> str:
+        return self._slurm.ask(argv)
+
+    def _try(self, what: str, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return ask()
+        except SlurmError as error:
+            self._notes.append(f"{what} cannot be read: {str(error).splitlines()[0]}")
+            return otherwise
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return str(os.getuid())
+
+
+# ------------------------------------------------------------------------------------------------------- slurm.conf
+
+
+def _of_config(text: str) -> SiteProfile:
+    """Return what `scontrol show config` says."""
+    pairs: dict[str, str] = {}
+    for name, value in re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE):
+        pairs.setdefault(name, "" if value == "(null)" else value)
+    settings = settings_in(text)
+    expire = re.search(r"cred_expire=(\d+)", pairs.get("AuthInfo", ""))
+    delay = re.search(r"requeue_delay=(\d+)", pairs.get("SchedulerParameters", ""))  # since 25.11
+    plugin = pairs.get("CgroupPlugin")
+    if plugin in (None, "", "disabled"):
+        cgroup = None
+    else:
+        kinds = ("Cores", "Devices", "RAMSpace", "SwapSpace")
+        limits = [kind for kind in kinds if pairs.get(f"Constrain{kind}", "").lower() == "yes"]
+        cgroup = f"{plugin}, constrains {', '.join(limits)}" if limits else plugin
+    return SiteProfile(
+        made=round(time.time(), 3),  # as the file has it
+        cluster=settings.cluster,
+        slurm=pairs.get("SLURM_VERSION", ""),
+        can_requeue=pairs.get("JobRequeue", "1") != "0",
+        requeue_delay_s=float(delay[1]) if delay else (float(expire[1]) if expire else CRED_EXPIRE_S) + 1,
+        expedites=settings.expedites,
+        preempt_type=settings.preempt_type,
+        preempt_mode=settings.preempt_mode,
+        kill_wait_s=settings.kill_wait_s,
+        max_array_size=settings.max_array_size,
+        max_jobs=_number(pairs.get("MaxJobCount")) or 10_000,
+        enforces_limits=pairs.get("EnforcePartLimits", "NO").upper() not in ("NO", ""),
+        proctrack=pairs.get("ProctrackType", ""),
+        task_plugins=settings.task_plugins,
+        cgroup=cgroup,
+        mpi_default=settings.mpi_default,
+        accounting="on" if pairs.get("AccountingStorageType", "").endswith("slurmdbd") else "off",
+    )
+
+
+def _number(text: str | None) -> int | None:
+    """Return the number that a text begins with; None for UNLIMITED, N/A and the like."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else None
+
+
+# ------------------------------------------------------------------------------------------- partitions and plugins
+
+
+def _partitions(text: str) -> Partitions:
+    """Return what `scontrol show partition` says."""
+    records = []
+    for block in re.split(r"\n\s*\n", text):
+        # A value ends at a space, and may contain further ``=``: ``TRES=cpu=64,node=2``.
+        pairs = dict(re.findall(r"([A-Za-z]\w*)=(\S*)", block))
+        if not pairs.get("PartitionName"):
+            continue
+        records.append(
+            PartitionRecord(
+                name=pairs["PartitionName"],
+                is_default=pairs.get("Default") == "YES",
+                is_up=pairs.get("State", "UP") == "UP",
+                nodes=_number(pairs.get("TotalNodes")) or 0,
+                max_nodes=_number(pairs.get("MaxNodes")),
+                time_limit_s=parse_slurms(pairs.get("MaxTime")),
+                default_time_s=parse_slurms(pairs.get("DefaultTime")),
+                tier=_number(pairs.get("PriorityTier")) or 1,
+                preempt_mode=pairs.get("PreemptMode", "OFF"),
+                grace_s=float(_number(pairs.get("GraceTime")) or 0),
+                accounts=_names(pairs.get("AllowAccounts")),
+                qos=_names(pairs.get("AllowQos")),
+            )
+        )
+    return tuple(records)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return () if text in (None, "", "ALL", "N/A", "(null)") else tuple(str(text).split(","))
+
+
+#: With hidden partitions: jobs may be submitted to them, too.
+_SCONTROL = ("scontrol", "--all", "show", "partition")
+_SINFO = ("--all", "--noheader", "--format=%R|%D|%c|%m|%G")
+_GPU = re.compile(r"gpu(?::([^:,()]+))?:(\d+)")
+
+
+def _shapes(text: str) -> Shapes:
+    """Return the size of a partition's nodes, by its name. The kind with the most nodes counts."""
+    most: dict[str, int] = {}
+    shapes: Shapes = {}
+    for line in text.splitlines():
+        columns = line.split("|")
+        if len(columns) != 5:
+            continue
+        name, count = columns[0], _number(columns[1]) or 0
+        # A partition with different kinds of nodes has a line for each kind.
+        if count > most.get(name, 0):
+            most[name] = count
+            gpu = _GPU.search(columns[4])
+            shapes[name] = {
+                "cpus": _number(columns[2]) or 0,
+                "memory_mb": _number(columns[3]) or 0,
+                "gpus": int(gpu[2]) if gpu else 0,
+                "gpu_type": gpu[1] if gpu else None,
+            }
+    return shapes
+
+
+def _mpi_plugins(text: str) -> tuple[str, ...]:
+    names = re.findall(r"^\s+([a-z]\w*)\s*$", text, re.MULTILINE)
+    versions = re.findall(r"\bpmix_v\d+\b", text)
+    return tuple(dict.fromkeys([*sorted(set(names) - {"none"}), *versions]))
+
+
+# ---------------------------------------------------------------------------------------------------------- sacctmgr
+
+_ASSOCIATION = ("Account", "Partition", "QOS", "DefaultQOS", "MaxJobs", "MaxSubmitJobs", "MaxWall")
+_QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser", "Flags")
+
+
+def _association(row: Sequence[str]) -> AssociationRecord:
+    account, partition, qos, default_qos, jobs, submit, wall = row
+    return AssociationRecord(
+        account=account,
+        partition=partition or None,
+        qos=tuple(filter(None, qos.split(","))),
+        default_qos=default_qos or None,
+        max_jobs=_number(jobs),
+        max_submit=_number(submit),
+        time_limit_s=parse_slurms(wall),
+    )
+
+
+def _qos(row: Sequence[str]) -> QosRecord:
+    name, wall, mode, grace, resources, submit, flags = row
+    return QosRecord(
+        name=name,
+        time_limit_s=parse_slurms(wall),
+        preempt_mode=None if mode in ("", "cluster") else mode,
+        grace_s=parse_slurms(grace) or 0.0,
+        max_resources=resources or None,
+        max_submit=_number(submit),
+        flags=tuple(filter(None, flags.split(","))),
+    )

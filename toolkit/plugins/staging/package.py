@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from toolkit.base import fsio, trust
 from toolkit.base.errors import RequestError
-from toolkit.devices.installed import GPU_FILES, GPU_FOLDERS
+from toolkit.devices.kinds import GPU_FILES, GPU_FOLDERS
 from toolkit.files.json_record import FileRecord, JsonRecord
 from toolkit.plugins.staging import room
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.base import disks, logs
+from toolkit.base import logs, this_node
 from toolkit.files import records
 from toolkit.files.json_record import JsonRecord
 from toolkit.files.records import COUNT, TEXT, Record
@@ -236,7 +236,7 @@ def main() -> None:
     request = RelayRequest.from_json(json.load(sys.stdin))
     os.nice(request.request.nice)
     relay = Relay(request)
-    folders = disks.own_folders(request.request.stage_dir, os.environ)
+    folders = this_node.own_folders(request.request.stage_dir, os.environ)
     copies: dict[str, str] = {}
     problems: list[str] = []
     damaged: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from toolkit.base import disks, node_memory
+from toolkit.base import this_node
 
 #: The types of file systems whose files are in the node's memory.
 IN_MEMORY = {"tmpfs", "ramfs"}
@@ -19,6 +19,6 @@ def room_bytes(folder: Path) -> int:
     """Return how many bytes copies may take in ``folder``."""
     status = os.statvfs(folder)
     room = int(status.f_bavail * status.f_frsize - LEFT_FREE * status.f_blocks * status.f_frsize)
-    if disks.file_system(folder) in IN_MEMORY:
-        room = min(room, int(MEMORY_SHARE * node_memory.available_bytes()))
+    if this_node.file_system(folder) in IN_MEMORY:
+        room = min(room, int(MEMORY_SHARE * this_node.available_bytes()))
     return max(0, room)

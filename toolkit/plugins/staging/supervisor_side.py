@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 
-from toolkit.base import disks, fsio, logs
+from toolkit.base import fsio, logs, this_node
 from toolkit.config import JobConfig
 from toolkit.files.json_record import FileRecord
 from toolkit.files.rundir import RunDir
@@ -165,7 +165,7 @@ class NodeStaging(AgentUser):
         # With ``auto`` a start waits for a copy only if earlier starts have measured that one pays.
         if stage == "always":
             self._first.append(source)
-        elif not disks.is_shared(Path(source.path)):
+        elif not this_node.is_shared(Path(source.path)):
             log.info("the environment is not copied: %s is on a disk of this node", source.path)
         elif self._figures.copied_s is not None and self._figures.pays:
             self._first.append(source)

@@ -13,9 +13,9 @@ from toolkit.plugins.sweep import local, submission, sweep_folder
 from toolkit.plugins.sweep.states import PointStanding
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import ownership, run_jobs, stop_request
-from toolkit.run.records.run_jobs import RunJobs
+from toolkit.run.records import ownership, stop_request, submitted_run
 from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.submitted_run import RunJobs
 from toolkit.run.submission.handle import attach
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
@@ -151,7 +151,7 @@ _AT_WORK = (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING, RunState.S
 
 def _jobs_of(each: PointStanding) -> list[RunJobs]:
     """Return the jobs that the files of the point's run name, and that of its list."""
-    return [job for job in (run_jobs.of(each.run), each.job) if job is not None and job.ids]
+    return [job for job in (submitted_run.of(each.run), each.job) if job is not None and job.ids]
 
 
 def _is_running(status: JobStatus) -> bool:

@@ -18,9 +18,8 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import ownership, run_jobs, submitted_run
-from toolkit.run.records.run_jobs import RunJobs, ShowJobs
-from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
+from toolkit.run.records import ownership, submitted_run
+from toolkit.run.records.submitted_run import RunJobs, ShowJobs, SubmittedRun, submitter_of
 from toolkit.slurm import cluster_name
 
 #: Begins the cause of a run that has failed because it waited in vain.
@@ -95,7 +94,7 @@ def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
         if result is not None and result.state is not RunState.COMPLETED:
             yield UnfinishedRun(run, result)
         elif result is None:
-            yield _at_work(run, [run_jobs.of(run)])
+            yield _at_work(run, [submitted_run.of(run)])
     for sweep in map(Path, record.sweeps):
         from toolkit.plugins.sweep.states import unfinished_points
 

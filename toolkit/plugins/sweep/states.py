@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.base.errors import DamagedFileError, SlurmError
-from toolkit.base.process_identity import Life
+from toolkit.base.procfs import Life
 from toolkit.files.run_files import RunResult, RunState, state_word, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import sweep_folder
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
-from toolkit.run.records import run_jobs, submitted_run
-from toolkit.run.records.run_jobs import RunJobs
-from toolkit.run.records.submitted_run import RunStanding
+from toolkit.run.records import submitted_run
+from toolkit.run.records.submitted_run import RunJobs, RunStanding
 from toolkit.slurm import cluster_name, states
 from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus, base_id
@@ -189,7 +188,7 @@ def unfinished_points(path: Path) -> Iterator[UnfinishedPoint]:
         if is_done or (point.id in begun and sweep.was_removed(point)):
             continue
         # Ids of whole arrays: there may be thousands of points.
-        of_point = [job for job in (array.job_of(point, index, listed), run_jobs.of(run)) if job is not None]
+        of_point = [job for job in (array.job_of(point, index, listed), submitted_run.of(run)) if job is not None]
         jobs = tuple(replace(job, ids=tuple(dict.fromkeys(map(base_id, job.ids)))) for job in of_point)
         is_again = result is not None and sweep_folder.is_again(run, array, listed)
         works_here = is_here and (result is None or is_again)

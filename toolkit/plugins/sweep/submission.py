@@ -35,7 +35,7 @@ from toolkit.run.prepare import new_run as prepare
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import refuse_unfit
 from toolkit.run.records import ownership
-from toolkit.run.submission import sbatch
+from toolkit.run.submission import executors
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.submit import awaited
 from toolkit.slurm import cluster_name
@@ -368,7 +368,7 @@ def _script(
     config = configs.load_config(sweep.base, site=False)
     for key, value in listed[min(listed)].changes.items():
         configs.put(config, key.split("."), value)
-    values = sbatch.slurm_parameters(config, sweep.as_run, record.token)
+    values = executors.slurm_parameters(config, sweep.as_run, record.token)
     options = []
     if record.is_array:
         limit = sweep_record.max_running
@@ -386,7 +386,7 @@ def _script(
         own = values["additional_parameters"].get("dependency")
         after = f"afterany:{':'.join(awaited_jobs)}"
         options.append(f"--dependency={own + ',' if own else ''}{after}")
-    command = f"{sbatch.exec_python()} -u -m toolkit.plugins.sweep.element {shlex.quote(str(array.points_path))}"
+    command = f"{executors.exec_python()} -u -m toolkit.plugins.sweep.element {shlex.quote(str(array.points_path))}"
     text = _make_sbatch_string(command=command, folder=sweep.path / "logs", **values)
     name = "%A_%a.out" if record.is_array else "%j.out"
     options.append(f"--output={sweep.path}/logs/{name}")

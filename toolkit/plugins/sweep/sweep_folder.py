@@ -30,7 +30,7 @@ from toolkit.files.run_files import (
 )
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
-from toolkit.run.records.run_jobs import RunJobs
+from toolkit.run.records.submitted_run import RunJobs
 
 
 @dataclass(frozen=True)

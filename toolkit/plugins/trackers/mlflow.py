@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
-from toolkit.plugins.trackers.protocol import Points, RunIdentity, answering, without_password
+from toolkit.plugins.trackers import Points, RunIdentity, answering, without_password
 
 #: The most values and parameters that one request may have, by MLflow's REST API.
 _MOST_VALUES, _MOST_PARAMS = 1000, 100

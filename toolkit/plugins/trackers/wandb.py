@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.base.errors import RequestError, TrackerError
 from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
-from toolkit.plugins.trackers.protocol import RunIdentity, answering, without_password
+from toolkit.plugins.trackers import RunIdentity, answering, without_password
 
 #: A server may show rows some seconds after it has taken them.
 _TRIES, _BETWEEN_S = 5, 2.0

@@ -15,7 +15,7 @@ from toolkit import config as configs
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.config import JobConfig
-from toolkit.devices.error_texts import DEVICE_OUT_OF_MEMORY
+from toolkit.devices.kinds import DEVICE_OUT_OF_MEMORY
 from toolkit.files.error_file import ARGUMENT_ERROR
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, state_word
 from toolkit.files.rundir import RUN_DIR_VARIABLE, RunDir

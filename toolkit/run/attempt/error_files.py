@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.base import fsio, log_text, secret_values, tracebacks
+from toolkit.base import fsio, secret_values, tracebacks
 from toolkit.base.errors import EXIT_REQUEST, MOST_CHARS, shortened
-from toolkit.devices.error_texts import DEVICE_ERROR, DEVICE_OUT_OF_MEMORY
+from toolkit.devices.kinds import DEVICE_ERROR, DEVICE_OUT_OF_MEMORY
 from toolkit.files import records
 from toolkit.files.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
 from toolkit.files.rundir import RunDir
@@ -155,8 +155,8 @@ def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list
     for failure in candidates[:MOST_LOGS]:
         assert failure.rank is not None
         with contextlib.suppress(OSError):  # a log that cannot be read tells nothing
-            tail = log_text.tail_of_file(run.rank_log(attempt.number, failure.rank))
-            report = report_of(secret_values.masked_of(secrets, log_text.clean(tail)), failure.exit_code)
+            tail = tracebacks.tail_of_file(run.rank_log(attempt.number, failure.rank))
+            report = report_of(secret_values.masked_of(secrets, tracebacks.clean(tail)), failure.exit_code)
             if "traceback" in report:
                 where = {"rank": failure.rank, "host": failure.host, "time": failure.time}
                 fsio.write_json(run.error_file(attempt.number, failure.rank), {**where, **report})
@@ -171,8 +171,8 @@ def exception_at_end(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) 
     """Return the exception with which the log of a rank that ended with 0 ends, and its rank. Empty without one."""
     for rank in range(min(attempt.plan.world_size, MOST_LOGS)):
         with contextlib.suppress(OSError):
-            tail = log_text.tail_of_file(run.rank_log(attempt.number, rank))
-            report = report_of(secret_values.masked_of(secrets, log_text.clean(tail)), 0)
+            tail = tracebacks.tail_of_file(run.rank_log(attempt.number, rank))
+            report = report_of(secret_values.masked_of(secrets, tracebacks.clean(tail)), 0)
             if "traceback" in report and THEN_PRINTED not in str(report["message"]):
                 return f"the log of rank {rank} ends in {report['message']}"
     return ""
@@ -185,7 +185,7 @@ def report_of(text: str, exit_code: int | None) -> dict[str, str | bool]:
     one of the log. One about another process is a consequence, so the last other one is preferred: launchers such as
     torchrun report an error of their children so.
     """
-    text = log_text.LABELS.sub("", text)
+    text = tracebacks.LABELS.sub("", text)
     raised = [*tracebacks.raised(text)]
     ended_by = next(reversed([each for each in raised if not is_consequence(each.how)] or raised), None)
     if ended_by is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError
-from toolkit.base.process_identity import ProcessIdentity
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.checkpoint.folder import newest_step
 from toolkit.files.run_files import (
     AttemptRecord,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from toolkit.base.errors import EXIT_STOPPED
-from toolkit.devices.error_texts import DEVICE_OUT_OF_MEMORY, OF_DEVICES
+from toolkit.devices.kinds import DEVICE_OUT_OF_MEMORY, OF_DEVICES
 from toolkit.run.attempt.facts import Cause, Decision, Facts, Past, RankFailure, Stop, Verdict, first_failure
 from toolkit.run.job.slurm_job import JobFate
 

@@ -20,13 +20,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from toolkit import config as configs
-from toolkit.base import disks, fsio, logs, secret_values, signals
+from toolkit import hang
+from toolkit.base import fsio, logs, secret_values, signals, this_node
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
-from toolkit.base.process_identity import ProcessIdentity
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.config import JobConfig
 from toolkit.files import error_file, rundir
 from toolkit.files.run_files import OwnerRecord, RunState
-from toolkit.hang import stacks
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import new_run
 from toolkit.run.rank import script_end
@@ -34,9 +34,8 @@ from toolkit.run.rank.user_job import job_class, load, params_of
 from toolkit.run.records import ownership
 from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
 from toolkit.slurm import placement
-from toolkit.slurm.placement import Placement
-from toolkit.slurm.rank_environment import environment
-from toolkit.slurm.variables import whole_number
+from toolkit.slurm.environment import whole_number
+from toolkit.slurm.placement import Placement, environment
 
 #: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
 CONFIG_VARIABLE = "TOOLKIT_CONFIG"
@@ -60,7 +59,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
     place: Placement | None = None
     try:
         place = placement.derive(os.environ, socket.gethostname())
-        stacks.answer(place.rank)
+        hang.answer(place.rank)
         _run_as_rank(place, config_path, overrides)
     except StoppedError as stopped:
         log.info("%s", stopped)
@@ -90,7 +89,9 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
-    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | disks.cache_variables(os.environ))
+    os.environ.update(
+        environment(place, os.environ, config.cluster.cpus_per_task) | this_node.cache_variables(os.environ)
+    )
     attempt = whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)
     # For tests of a user: the rank fails at an exact operation on a file.
     faults: AbstractContextManager[object] = nullcontext()
@@ -173,7 +174,7 @@ def joined(name: str | None = None) -> JobConfig:
     signals.install()
     place = placement.derive(os.environ, socket.gethostname())
     _note(place)
-    stacks.answer(place.rank)
+    hang.answer(place.rank)
     name = None if supervised else name or _name_by_submitit()
     if path is None:
         job = _program()
@@ -187,7 +188,9 @@ def joined(name: str | None = None) -> JobConfig:
     if not supervised:
         _prepare_unsupervised(config, place)
     secret_values.give_to_rank(config.secrets)
-    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task) | disks.cache_variables(os.environ))
+    os.environ.update(
+        environment(place, os.environ, config.cluster.cpus_per_task) | this_node.cache_variables(os.environ)
+    )
     return config
 
 

@@ -19,7 +19,7 @@ from toolkit.files import records
 from toolkit.files.json_record import NULL, FileRecord
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
-from toolkit.run.records.user_request import Plain
+from toolkit.run.records.stop_request import Plain
 
 #: These take effect between two steps, and nothing has to be built anew.
 LIVE = (

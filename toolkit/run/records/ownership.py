@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, outages, reading
 from toolkit.base.errors import TakenError
-from toolkit.base.process_identity import Life, ProcessIdentity
+from toolkit.base.procfs import Life, ProcessIdentity
 from toolkit.files.run_files import OwnerRecord, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.slurm import cluster_name

@@ -1,16 +1,30 @@
-"""A user's request for a run, as a file. It outlives processes, and a requeued job finds it."""
+"""A user's request for a run, as a file. It outlives processes, and a requeued job finds it.
+
+Users' requests to running ranks: one file for each request, one for its answer.
+
+A command writes ``requests/ID.json`` and waits for ``requests/ID.answer.json``. The supervisor hands on each request
+without an answer, also one that was left for a supervisor before it. The files outlive both processes, so a request is
+not lost, and one that is answered or withdrawn is not carried out again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError
 from toolkit.files import records
-from toolkit.files.json_record import FileRecord
+from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.records import Leaf
 from toolkit.files.run_files import Moment, RunState
 from toolkit.files.rundir import RunDir
 
@@ -62,3 +76,119 @@ def clear(run: RunDir, before: float | None = None) -> None:
         if before is not None and request is not None and (request.time or 0.0) > before:
             return
     (run.path / "intent.json").unlink(missing_ok=True)
+
+
+#: The longest time that a command waits. An older request is left over from a command that was killed.
+LONGEST_WAIT_S = 3600.0
+#: Begins the kind under which the ranks agree on the step of a request; its id follows.
+KIND = "request "
+_NAME = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.json")
+
+#: A value of the config that is no section.
+Plain: TypeAlias = Annotated[Any, Leaf("a value", lambda value: value is None or isinstance(value, (int, float, str)))]
+
+
+class Wish(StrEnum):
+    """What can be asked for."""
+
+    STACKS = "stacks"
+    SET = "set"
+    PROFILE = "profile"
+
+
+@dataclass(frozen=True)
+class UserRequest(FileRecord):
+    """``requests/ID.json``."""
+
+    wish: Wish
+    time: Moment
+    rank: int = 0  #: of a profile
+    steps: int = 0  #: of a profile
+    memory: bool = False  #: of a profile
+    values: Mapping[str, Plain] = field(default_factory=dict)  #: to set, by dotted key
+
+
+@dataclass(frozen=True)
+class StackGroup(JsonRecord):
+    """Ranks with the same stack."""
+
+    ranks: tuple[int, ...]
+    doing: str
+    still_s: float  #: since the first of them made progress
+    stack: tuple[str, ...] = ()  #: of the main thread, innermost frame first; none where it is unknown
+
+
+@dataclass(frozen=True)
+class Answer(FileRecord):
+    """``requests/ID.answer.json``: what came of the request."""
+
+    refused: str | None = None  #: why nothing was done
+    attempt: int | None = None
+    step: int | None = None  #: the first step with the new values, or of the profile
+    steps: int | None = None  #: that were profiled
+    files: tuple[str, ...] = ()  #: that were written
+    groups: tuple[StackGroup, ...] = ()
+
+
+def put(run: RunDir, request: UserRequest) -> str:
+    """Write a request, durably, and return its id. The supervisor looks for requests twice a second."""
+    request_id = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    fsio.make_dir(_folder(run), parents=0)
+    fsio.write_json(_path(run, request_id), request.to_file())
+    return request_id
+
+
+def read(run: RunDir, request_id: str) -> UserRequest | None:
+    """Return a request. None: it was withdrawn, or answered. Raises DamagedFileError."""
+    if _answer_path(run, request_id).exists():
+        return None
+    return UserRequest.read(_path(run, request_id))
+
+
+def unanswered(run: RunDir) -> list[str]:
+    """Return the ids of the requests that wait for an answer, oldest first. Remove those of commands long killed."""
+    names = {path.name for path in _folder(run).glob("*.json")}
+    found = []
+    for name in sorted(names):
+        match = _NAME.fullmatch(name)
+        if match is None or _answer_path(run, match[1]).name in names:
+            continue
+        with contextlib.suppress(OSError):  # withdrawn at this moment
+            if time.time() - _path(run, match[1]).stat().st_mtime > LONGEST_WAIT_S:
+                remove(run, match[1])
+            else:
+                found.append(match[1])
+    return found
+
+
+def answer(run: RunDir, request_id: str, what: Answer) -> None:
+    """Answer a request, unless it was withdrawn. Raises OSError."""
+    if _path(run, request_id).exists():
+        fsio.write_json(_answer_path(run, request_id), what.to_file())
+
+
+def answer_to(run: RunDir, request_id: str) -> Answer | None:
+    """Return the answer, if there is one. A damaged one says so."""
+    try:
+        return Answer.read(_answer_path(run, request_id))
+    except DamagedFileError as error:
+        return Answer(refused=str(error))
+
+
+def remove(run: RunDir, request_id: str) -> None:
+    """Remove a request and its answer. A request without an answer is withdrawn by this."""
+    # The request first: without it nobody writes an answer.
+    for path in (_path(run, request_id), _answer_path(run, request_id)):
+        path.unlink(missing_ok=True)
+
+
+def _folder(run: RunDir) -> Path:
+    return run.path / "requests"
+
+
+def _path(run: RunDir, request_id: str) -> Path:
+    return _folder(run) / f"{request_id}.json"
+
+
+def _answer_path(run: RunDir, request_id: str) -> Path:
+    return _folder(run) / f"{request_id}.answer.json"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.base import logs, reading
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import JobFailedError, RequestError, nearest
-from toolkit.base.process_identity import Life
+from toolkit.base.procfs import Life
 from toolkit.checkpoint.folder import committed, step_of
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus

@@ -24,11 +24,10 @@ from toolkit.files.run_files import AfterRecord, RunResult, RunState, waits_unti
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import check_submittable, load, new_run, refuse_unfit
 from toolkit.run.records import ownership
-from toolkit.run.records.run_jobs import ShowJobs
+from toolkit.run.records.submitted_run import ShowJobs
 from toolkit.run.submission import executors, inside_allocation
-from toolkit.run.submission.executors import choose_executor
+from toolkit.run.submission.executors import choose_executor, sbatch_script
 from toolkit.run.submission.handle import Run
-from toolkit.run.submission.sbatch import sbatch_script
 from toolkit.slurm.commands import Slurm
 
 #: What is submitted: a file, the values of a config, or a job that a file of the project defines.

@@ -21,7 +21,8 @@ from toolkit.base import logs
 from toolkit.base.errors import EXIT_STOPPED, DamagedFileError
 from toolkit.files import records
 from toolkit.files.run_files import RunProgress, RunResult, RunState
-from toolkit.nodes.agent.reports import RankReport
+from toolkit.hang import Watchdog
+from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
@@ -36,15 +37,15 @@ from toolkit.nodes.start.launcher import (
     RanksSignalled,
     RunningRanks,
     Store,
+    StoreHostEnded,
 )
-from toolkit.nodes.start.store import StoreHostEnded
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure, Stop
-from toolkit.run.records import user_request
+from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Overtaken
-from toolkit.run.records.user_request import Answer, Wish
+from toolkit.run.records.stop_request import Answer, Wish
+from toolkit.run.supervise import parts
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.hang_watch import HangWatch
 from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
 from toolkit.slurm.network import job_address, wildcard
@@ -337,14 +338,14 @@ class UserRequests:
         if self._attempt.stop is not None or self._attempt.kill_at is not None:
             return
         with contextlib.suppress(OSError):  # the next look is half a second away
-            for request_id in user_request.unanswered(self._context.run):
+            for request_id in stop_request.unanswered(self._context.run):
                 if request_id not in self._handed_on:
                     self._handed_on.add(request_id)
                     self._hand_on(request_id)
 
     def _hand_on(self, request_id: str) -> None:
         try:
-            request = user_request.read(self._context.run, request_id)
+            request = stop_request.read(self._context.run, request_id)
         except DamagedFileError as error:
             self._refuse(request_id, str(error))
             return
@@ -361,7 +362,64 @@ class UserRequests:
         elif request.wish is Wish.STACKS:
             self._hangs.answer_with_stacks(request_id)
         else:
-            self._store.propose(user_request.KIND + request_id, by=f"`toolkit {request.wish}`")
+            self._store.propose(stop_request.KIND + request_id, by=f"`toolkit {request.wish}`")
 
     def _refuse(self, request_id: str, why: str) -> None:
-        user_request.answer(self._context.run, request_id, Answer(refused=why))
+        stop_request.answer(self._context.run, request_id, Answer(refused=why))
+
+
+class HangWatch:
+    """Watches by the ranks' reports. Where they report nothing, they are watched from outside."""
+
+    def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
+        self._context, self._attempt = context, attempt
+        self._investigation = parts.investigating_hangs(context, attempt, ranks)
+        self._reports: Watchdog | None = None
+        if not context.is_foreign:
+            self._reports = Watchdog(context.config.dist.timeout_s)
+
+    @property
+    def hears_ranks(self) -> bool:
+        """True where ranks are to report.
+
+        The toolkit's own are, and those of a script that has called ``toolkit.start()``.
+        """
+        return self._reports is not None
+
+    def hear(self, host: str, digest: Digest) -> None:
+        """Take the progress of the ranks on ``host``."""
+        if self._reports is None:
+            self._reports = Watchdog(self._context.config.dist.timeout_s)
+        self._reports.hear(host, digest)
+
+    def look(self) -> None:
+        """Kill the ranks if they hang.
+
+        Ranks end a stop that hangs by themselves (``FORCE_AFTER_S`` of `toolkit.ranks.session`), and ranks that are
+        being killed need no other reason.
+        """
+        attempt, agents = self._attempt, self._context.agents
+        if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
+            return
+        reports = self._reports
+        if not (self._investigation.is_stuck() if reports is None else reports.is_stuck()):
+            return
+        # Only of ranks that are stuck: of others it is not known how long they have been still.
+        still_s = self._investigation.still_s() if reports is None else reports.still_s
+        if still_s is None:  # the investigation has failed
+            return
+        how = f"no progress for {still_s:.0f} s, dist.timeout_s is {self._context.config.dist.timeout_s}"
+        # Ask before the kill, which destroys the evidence.
+        if agents is not None:
+            agents.ask_for_unanswered()
+        log.error("%s: %s", how, "asking the ranks for their stacks" if self._investigation else "the run hangs")
+        found: RankFailure | None = self._investigation.find_cause(self._reports)
+        attempt.end_for_hang(found or RankFailure(None, "", how, time.time()))
+
+    def answer_with_stacks(self, request_id: str) -> None:
+        """Answer `toolkit stacks`. Does not wait for the stacks."""
+        self._investigation.answer(request_id, self._reports)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._investigation.close()

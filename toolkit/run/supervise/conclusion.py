@@ -9,11 +9,11 @@ import os
 import time
 from dataclasses import replace
 
+from toolkit import hang
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.files import rundir
 from toolkit.files.run_files import STOPPED_PHASE, RunState
-from toolkit.hang import stacks
 from toolkit.run.attempt import error_files
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
@@ -45,7 +45,7 @@ def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
     if verdict.cause is Cause.MOVED:
         care.give_back(attempt)
     # Last: a job that is being ended has only seconds.
-    stacks.remove_unused(context.run.attempt_logs(attempt.number))
+    hang.remove_unused(context.run.attempt_logs(attempt.number))
     return verdict
 
 

@@ -6,11 +6,11 @@ import os
 import sys
 from queue import SimpleQueue
 
+from toolkit import hang
 from toolkit.base import logs, signals, staged
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.hang import stacks
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.foreign import without_snapshot
@@ -118,6 +118,6 @@ class Context:
         if self.job.slurm is not None and self.job.settings.signals_all:
             environ[signals.ALL_VARIABLE] = "1"
         environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
-        environ.update(stacks.debug_environment(self.run.attempt_logs(attempt), environ))
+        environ.update(hang.debug_environment(self.run.attempt_logs(attempt), environ))
         # a process that is forked for a foreign script must have been started with the script's own import path
         return without_snapshot(environ, self.run.code) if self.is_foreign else environ

@@ -15,17 +15,26 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, ToolkitError
+from toolkit.config import JobConfig
+from toolkit.devices import on_node
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import die_with_parent
 from toolkit.nodes.agent.die_with_parent import SIGNALS
-from toolkit.nodes.start.agents import Endpoint
+from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
+from toolkit.nodes.start.agents import Agents, Endpoint
+from toolkit.nodes.start.launcher import Launcher
 from toolkit.run.attempt.journal import write_ended
+from toolkit.run.records import ownership
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.requeue.requeue import (
     forbid_expedited_requeue,
@@ -34,8 +43,11 @@ from toolkit.run.requeue.requeue import (
     give_back_if_half_started,
 )
 from toolkit.run.supervise import parts
-from toolkit.run.supervise.building import build, open_endpoint
+from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Slurm
+from toolkit.slurm.container import Container, outermost
+from toolkit.slurm.container import parse as parse_image
+from toolkit.slurm.srun_commands import limit_options
 
 #: What kills a supervisor this often in a row, with no new step in between, will kill the next one, too.
 MAX_DEATHS = 3
@@ -181,3 +193,61 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
     # Signals that come from now on are for the next child, if there is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on
+
+
+def open_endpoint(run: RunDir) -> Endpoint | None:
+    """Return the endpoint that outlives a supervisor; None if it cannot be opened.
+
+    Without it each supervisor opens its own, which reports the error.
+    """
+    try:
+        return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
+    except (OSError, ToolkitError) as error:
+        log.warning("a supervisor that is killed would lose what is in the nodes' memory: %s", error)
+        return None
+
+
+def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
+    """Return the supervisor of ``run``, with the launcher that its ranks need. ``where`` is ``slurm`` or ``local``."""
+    token = os.environ.get(ownership.TOKEN_VARIABLE)
+    config = outages.persist(lambda: _config(run, token), run.path, "read")
+    if where == "local":
+        allocation = Allocation.local(config.cluster)
+        container = _container(run, config, allocation)
+        agents = Agents(run, allocation, LocalAgent(run))
+        launcher: Launcher = AgentLauncher(run, allocation, agents, container)
+        return Supervisor(run, config, allocation, launcher, None, agents, container, token)
+    slurm = Slurm()
+    # One order for all: which nodes are spares is asked by placement, checks of the nodes, and copies.
+    allocation = Allocation.slurm(os.environ, slurm).in_order(slurm)
+    allocation = replace(allocation, tasks_per_gpu=config.cluster.tasks_per_gpu)
+    container = _container(run, config, allocation)
+    watch = parts.watch_command(config, run, allocation)
+    starter = SrunAgents(run, allocation, limit_options(config.cluster.setup))
+    agents = Agents(run, allocation, starter, endpoint, watch_command=watch)
+    launcher = parts.launcher(config, run, allocation, slurm, agents, container)
+    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
+
+
+def _config(run: RunDir, token: str | None) -> JobConfig:
+    """Return the run's config. Raises OSError where a file server that is away hides the folder: that passes."""
+    run.config.stat()
+    try:
+        ownership.adopt_config(run, token)
+        return configs.load_config(run.config, site=False)
+    except ConfigError:
+        run.config.stat()  # it was hidden just now
+        raise
+
+
+def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
+    """Return the container, if any. It shows all runs, the start folder, the data, and what the config names."""
+    if config.cluster.container is None:
+        return None
+    here = Path.cwd()
+    data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
+    named = (config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts)
+    folders: list[str | Path] = [run.path.parent.parent, here, data, *filter(None, named)]
+    gpus = tuple(on_node.apptainer_options()) if allocation.gpus_per_node else ()
+    image = parse_image(config.cluster.container)
+    return Container(image, outermost(folders), workdir=str(here), code=str(run.code), gpus=gpus)

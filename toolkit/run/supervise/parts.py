@@ -26,7 +26,7 @@ from toolkit.slurm.commands import SlurmCommands, settings_of
 from toolkit.slurm.container import Container
 
 if TYPE_CHECKING:
-    from toolkit.plugins.node_watch.dead_nodes import DeadNodes
+    from toolkit.plugins.node_watch.batch_host_watch import DeadNodes
     from toolkit.plugins.node_watch.investigation import Investigation
     from toolkit.plugins.node_watch.job_usage import JobUsageRecorder
     from toolkit.plugins.staging.supervisor_side import NodeStaging
@@ -104,7 +104,7 @@ def measuring_usage(run: RunDir, config: JobConfig, allocation: Allocation) -> J
 @best_effort_part
 def finding_dead_nodes(context: Context) -> DeadNodes:
     """Return what puts a `NodeFailed` for each dead node into the queue."""
-    from toolkit.plugins.node_watch.dead_nodes import DeadNodes
+    from toolkit.plugins.node_watch.batch_host_watch import DeadNodes
 
     return DeadNodes(context)
 

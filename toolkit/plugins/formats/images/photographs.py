@@ -1,10 +1,21 @@
-"""Folders of photographs. Each is read and cropped alone, and prepared like torchvision's reference does it."""
+"""Folders of photographs. Each is read and cropped alone, and prepared like torchvision's reference does it.
+
+Decoded images in memory, shared by the data workers of all ranks on a node.
+
+The node's agent holds the file, so that ranks which start again find it filled. The kernel frees it when the agent
+ends in any way. Without an agent each rank has a file of its own, which ends with it and its workers. The layout: the
+key (two words), where the next image goes, a row (start, height, width) for each image, and the pixels.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,16 +23,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from toolkit.base.errors import DataMissingError
+from toolkit.base import this_node
+from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.base.torch_version import refuse_missing
 from toolkit.config import DataConfig, ImageConfig, choose
 from toolkit.config.catalog import data_root, sample_shape
-from toolkit.data.datasets import Datasets
+from toolkit.data.datasets import Datasets, Pictures, Standardise, pixels_of, transforms
 from toolkit.data.fingerprint import digest
-from toolkit.data.pictures import Pictures, Standardise, pixels_of, transforms
+from toolkit.data.permutation import hash64
+from toolkit.nodes.agent import state_memory
 from toolkit.plugins.formats.images.catalog import TORCHVISION
-from toolkit.plugins.formats.images.pixel_cache import PixelCache
+from toolkit.ranks.batch import Batch
 
 #: Mean and deviation per channel of ImageNet's training images, pixels scaled to 0..1.
 _STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -198,3 +212,142 @@ def read_pixels(path: str) -> Tensor:
             if len(pixels) in (1, 3):  # four are CMYK, which Pillow converts in another way
                 return pixels.expand(3, -1, -1).permute(1, 2, 0)
     return pixels_of(import_module("torchvision.datasets.folder").default_loader(path))
+
+
+_HEAD = 3
+_CHANNELS = 3
+
+
+class PixelCache:
+    """Pixels (h, w, 3) uint8 of images by number, in at most ``most_bytes``.
+
+    An image that does not fit is not kept. ``key`` identifies the data set. Make it before the workers are forked.
+    Raises ConfigError for more memory than there is.
+    """
+
+    def __init__(self, count: int, most_bytes: int, key: str) -> None:
+        if most_bytes > (limit := this_node.total_bytes()):
+            raise ConfigError(
+                f"data.images.cache_gb: {most_bytes / 2**30:g} is more than the {limit / 2**30:.1f} GB of memory that "
+                "this job may take on a node; use less, and leave room for the ranks"
+            )
+        words = np.frombuffer(hashlib.sha256(f"{key} {count} {most_bytes}".encode()).digest()[:16], np.int64)
+        first = 8 * (_HEAD + 3 * count)
+        # The file of the node's agent is tried first, then a file of this rank.
+        for path in (os.environ.get(state_memory.PIXELS), None):
+            self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("pixels")
+            with self._locked():
+                if not os.fstat(self._file).st_size:
+                    os.ftruncate(self._file, first + most_bytes)
+                    os.pwrite(self._file, np.array([*words, first], np.int64).tobytes(), 0)
+            if os.pread(self._file, 16, 0) == words.tobytes():
+                break
+            os.close(self._file)  # the node's file holds another data set of the job
+        self._bytes = np.frombuffer(mmap.mmap(self._file, first + most_bytes), np.uint8)
+        numbers = self._bytes[:first].view(np.int64)
+        self._head, self._rows = numbers[:_HEAD], numbers[_HEAD:].reshape(count, 3)
+
+    def get(self, index: int) -> Tensor | None:
+        """Return the pixels of image ``index``, or None if they are not here. They must not be changed."""
+        start, height, width = self._rows[index].tolist()
+        if not start:
+            return None
+        pixels = self._bytes[start : start + height * width * _CHANNELS]
+        return torch.from_numpy(pixels.reshape(height, width, _CHANNELS))
+
+    def put(self, index: int, pixels: Tensor) -> None:
+        """Keep the pixels of image ``index`` if there is room."""
+        height, width, _ = pixels.shape
+        if self._head[2] + pixels.numel() > self._bytes.size:
+            return
+        # Taken under a lock, and filled without it: what a killed worker has taken stays unused.
+        with self._locked():
+            start = int(self._head[2])
+            if self._rows[index, 0] or start + pixels.numel() > self._bytes.size:
+                return
+            self._head[2] += pixels.numel()
+        self._bytes[start : start + pixels.numel()].reshape(pixels.shape)[...] = pixels.numpy()
+        with self._locked():  # also a fence: the row must not be seen before the pixels
+            self._rows[index] = 0, height, width
+            self._rows[index, 0] = start
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the file's lock, which the kernel takes from a process that ends."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 16, 0)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 16, 0)
+
+
+#: Keeps these draws apart from those that other parts of the package make of the same run seed.
+_MIX = 0x4D495845
+
+
+class PairMixing:
+    """Mixing of neighbours in the order of the run, on the batch's device.
+
+    Samples 0 and 1 of a global batch give each other a part, samples 2 and 3, and so on. A pair is mixed as a whole
+    (mixup, https://arxiv.org/abs/1710.09412) or in a rectangle (CutMix, https://arxiv.org/abs/1905.04899). If both are
+    asked for, each is drawn as often. What is drawn follows from the seed and the place in the run, so the number of
+    ranks changes nothing, with one exception: two neighbours on different ranks, or in different micro-batches, stay
+    as they are. That happens where those have odd numbers of samples::
+
+        >>> mixing = toolkit.PairMixing(mixup=0.2, cutmix=1.0, classes=10, seed=0)
+        >>> batch = toolkit.Batch((torch.rand(4, 3, 8, 8), torch.tensor([3, 5, 7, 9])), torch.arange(4), global_count=4)
+        >>> images, shares = mixing(batch)
+        >>> images.shape, shares.shape, shares.sum(dim=1)
+        (torch.Size([4, 3, 8, 8]), torch.Size([4, 10]), tensor([1., 1., 1., 1.]))
+    """
+
+    def __init__(self, *, mixup: float, cutmix: float, classes: int, seed: int) -> None:
+        """Set the mixing up. ``mixup`` and ``cutmix`` are alpha of the Beta distribution of each, or 0 for none."""
+        self._alphas = [alpha for alpha in (mixup, cutmix) if alpha]
+        if not self._alphas or min(self._alphas) < 0:
+            raise ConfigError(f"mixup {mixup} and cutmix {cutmix}: one must be above 0, and none below")
+        self._cuts = [False] * bool(mixup) + [True] * bool(cutmix)
+        self._classes, self._seed = classes, seed
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return mixed images (n, c, h, w) and their shares of each class (n, classes).
+
+        The batch holds images and classes (n,).
+        """
+        images, targets = batch.inputs, one_hot(batch.targets, self._classes).to(batch.inputs.dtype)
+        if not len(batch):
+            return images, targets
+        partner, weights = self._drawn(batch, images.shape[-2], images.shape[-1])
+        partner, weights = partner.to(images.device), weights.to(images)
+        mixed = torch.lerp(images[partner], images, weights[:, None])
+        return mixed, torch.lerp(targets[partner], targets, weights.mean((1, 2))[:, None])
+
+    def _drawn(self, batch: Batch, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return each image's partner row (n,) and its own share of pixels (n, h, w)."""
+        size = batch.global_count
+        start = int(batch.positions[0]) // size * size
+        places = batch.positions - start
+        # The partner's row, where it is in this batch: else a row is its own partner.
+        other = places + 1 - 2 * (places % 2)
+        rows = torch.arange(len(places))
+        partner = (rows + other - places).clamp(0, len(places) - 1)
+        partner = torch.where(places[partner] == other, partner, rows)
+        # Drawn for all pairs of the global batch: a share gets the same ones wherever it begins.
+        draw = torch.Generator().manual_seed(hash64(_MIX, self._seed, start) >> 1)
+        pairs = (size + 1) // 2
+        kinds = torch.randint(len(self._alphas), (pairs,), generator=draw)
+        alphas = torch.tensor(self._alphas)[kinds].unsqueeze(1).repeat(1, 2)
+        shares = torch._sample_dirichlet(alphas, generator=draw)[:, 0]
+        x, y = (torch.randint(edge, (pairs,), generator=draw) for edge in (width, height))
+        pair = places // 2
+        weights = shares[pair].view(-1, 1, 1).repeat(1, height, width)
+        # A rectangle with the other's part of the area, around a point at random; what is outside of the image is lost.
+        is_cut = torch.tensor(self._cuts)[kinds][pair]
+        reach = 0.5 * (1 - shares[pair]).sqrt()
+        covered = [
+            (torch.arange(edge) >= (at[pair] - (reach * edge).int())[:, None])
+            & (torch.arange(edge) < (at[pair] + (reach * edge).int())[:, None])
+            for at, edge in ((y, height), (x, width))
+        ]
+        outside = ~(covered[0][:, :, None] & covered[1][:, None, :])
+        return partner, torch.where(is_cut[:, None, None], outside.float(), weights)

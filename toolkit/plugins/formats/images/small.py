@@ -12,8 +12,7 @@ from toolkit.base.errors import DataMissingError
 from toolkit.base.torch_version import refuse_missing
 from toolkit.config import DataConfig
 from toolkit.config.catalog import data_root, sample_shape
-from toolkit.data.datasets import Datasets, RandomShift, in_memory
-from toolkit.data.pictures import transforms
+from toolkit.data.datasets import Datasets, RandomShift, in_memory, transforms
 from toolkit.plugins.formats.images.catalog import FILES, TORCHVISION, fetch_command
 
 TORCHVISION_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from toolkit.base.errors import ConfigError
-from toolkit.plugins.formats.shards import runs
+from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.index import REFUSED, Scan, ShardFile
 
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {
@@ -29,26 +29,26 @@ _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: 
 _DTYPES |= {34: "float32", 64: "uint64", 65: "int64", 66: "float64"}
 
 
-class MdsFormat(runs.RunsFormat):
+class MdsFormat(index.RunsFormat):
     name = "mds"
     suffix = ".mds"
 
     def scan(self, path: Path) -> Scan:
         """Read the head of the file: offsets and columns."""
-        count = int(np.frombuffer(runs.read(path, 0, 4), "<u4")[0])
+        count = int(np.frombuffer(index.read(path, 0, 4), "<u4")[0])
         table = 4 * (count + 1)
-        begins = np.frombuffer(runs.read(path, 4, 4 + table), "<u4").astype(np.int64)
+        begins = np.frombuffer(index.read(path, 4, 4 + table), "<u4").astype(np.int64)
         size = path.stat().st_size
         if begins[0] < 4 + table or (np.diff(begins) < 0).any() or begins[-1] != size:
             raise ValueError(f"its offsets do not fit its {size} bytes: it is cut off, or no MDS shard")
-        head = runs.read(path, 0, int(begins[0]))
+        head = index.read(path, 0, int(begins[0]))
         config = json.loads(head[4 + table :])
         names, kinds, sizes = config["column_names"], config["column_encodings"], config["column_sizes"]
         schema = tuple(
             (name, kind if _is_known(kind) else _refusal(kind)) for name, kind in zip(names, kinds, strict=True)
         )
         details = {"begins": begins, "sizes": np.array([-1 if size is None else size for size in sizes], np.int64)}
-        return Scan(schema, runs.rows_of(begins), runs.digest_of(path, head), details)
+        return Scan(schema, index.rows_of(begins), index.digest_of(path, head), details)
 
     def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
         """Compare with what ``index.json`` lists. Raises ConfigError for a file that is missing or of another size."""
@@ -96,7 +96,7 @@ def _refusal(kind: str) -> str:
     return f"{REFUSED}its encoding {kind} is not read; write bytes, jpeg, png, texts, numbers or arrays"
 
 
-class MdsBlock(runs.RunBlock):
+class MdsBlock(index.RunBlock):
     """A run of samples of an MDS shard, in memory."""
 
     def row(self, number: int) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from torch import Tensor
 from toolkit.base.errors import ConfigError
 from toolkit.config import catalog
 from toolkit.data.permutation import Indices
-from toolkit.plugins.formats.shards import runs
+from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.dataset import LANES, ShardedData
 from toolkit.plugins.formats.shards.index import Scan, ShardFile
 
 DTYPES = ("uint16", "uint32")
 
 
-class RawTokenFormat(runs.RunsFormat):
+class RawTokenFormat(index.RunsFormat):
     suffix = ".bin"
     sample = "window"
 
@@ -31,7 +31,7 @@ class RawTokenFormat(runs.RunsFormat):
         super().__init__()
         self.name = f"{dtype} windows of {length}"
         self._length, self._dtype = length, np.dtype(dtype).newbyteorder("<")
-        self._per_block = max(runs.BLOCK_BYTES // (length * self._dtype.itemsize), 1)
+        self._per_block = max(index.BLOCK_BYTES // (length * self._dtype.itemsize), 1)
 
     def scan(self, path: Path) -> Scan:
         size, width = path.stat().st_size, self._dtype.itemsize
@@ -40,10 +40,10 @@ class RawTokenFormat(runs.RunsFormat):
         windows = max(size // width - 1, 0) // self._length
         whole, rest = divmod(windows, self._per_block)
         rows = [self._per_block] * whole + [rest] * bool(rest)
-        return Scan((("tokens", self._dtype.name),), np.array(rows, np.int64), runs.digest_of(path))
+        return Scan((("tokens", self._dtype.name),), np.array(rows, np.int64), index.digest_of(path))
 
     def span(self, file: ShardFile, block: int) -> tuple[int, int]:
-        first, stop = runs.samples_of(file, block)
+        first, stop = index.samples_of(file, block)
         width = self._length * self._dtype.itemsize
         return first * width, stop * width + self._dtype.itemsize
 

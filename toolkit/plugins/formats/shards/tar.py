@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.permutation import Indices
-from toolkit.plugins.formats.shards import runs
+from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.index import REFUSED, Scan, Schema, ShardFile
 
 KEY = "__key__"
 _NAME = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 
 
-class TarFormat(runs.RunsFormat):
+class TarFormat(index.RunsFormat):
     name = "tar"
     suffix = ".tar"
 
@@ -52,14 +52,14 @@ class TarFormat(runs.RunsFormat):
             "members": members,
             "firsts": np.searchsorted(members[:, 0], np.arange(len(samples) + 1)),
         }
-        digest = runs.digest_of(path, keys.tobytes(), names.tobytes(), members.tobytes())
-        return Scan(_schema([key for key, _ in samples], names, members[:, 0]), runs.rows_of(begins), digest, details)
+        digest = index.digest_of(path, keys.tobytes(), names.tobytes(), members.tobytes())
+        return Scan(_schema([key for key, _ in samples], names, members[:, 0]), index.rows_of(begins), digest, details)
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> TarBlock:
         return TarBlock(self, path, file, block, columns)
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        first, stop = runs.samples_of(file, block)
+        first, stop = index.samples_of(file, block)
         keys = file.scan.details["keys"]
         if number is None:
             return f"members {keys[first].decode()} to {keys[stop - 1].decode()}"
@@ -112,7 +112,7 @@ def _schema(keys: list[str], kinds: Any, owners: Indices) -> Schema:
     return tuple(found)
 
 
-class TarBlock(runs.RunBlock):
+class TarBlock(index.RunBlock):
     """A run of samples of a tar, in memory."""
 
     def __init__(self, kind: TarFormat, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ try:
     mpi4py.rc.initialize = False  # a rank that only imports this module is no MPI process
     mpi4py.rc.finalize = False  # see `finalize`
 
-    from toolkit.plugins.mpi.backend.opening import finalize, launch_key, register
+    from toolkit.plugins.mpi.backend.group import finalize, launch_key, register
 except (ImportError, RuntimeError) as failed:  # no mpi4py; mpi4py finds no MPI library
     raise ConfigError(
         f"dist.backend: mpi needs mpi4py and an MPI on every node: pip install slurm-batch-toolkit[mpi] ({failed})"

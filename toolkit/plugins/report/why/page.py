@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from toolkit.base import tracebacks
-from toolkit.cli import slow
+from toolkit.base.errors import RequestError
+from toolkit.base.tracebacks import as_drawn, clean, tail_of_file, tail_of_stream
+from toolkit.cli import notes
 from toolkit.cli.tables import Table
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.metrics import goodput, start_up
 from toolkit.plugins.node_watch import efficiency
-from toolkit.plugins.report.why import cause
+from toolkit.plugins.report.why.diagnosis import cause_or_exception
 from toolkit.run.attempt.facts import Cause
 from toolkit.run.records import changes
 
@@ -35,7 +39,7 @@ def page(told: dict[str, Any], *, whole: bool) -> str:
     lines += _failure_lines(told["first_failure"])
     lines += _cause_lines(told["diagnosis"], told["first_failure"])
     lines += [text for text in (told["given"], told["restarts"], told["loss"]) if text]
-    lines += slow.lines(told["stragglers"], told["nodes"])
+    lines += notes.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
     if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
         lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
@@ -84,14 +88,14 @@ def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | Non
     These are left out where an error is shown above.
     """
     if diagnosis is not None:
-        return [*cause.lines(diagnosis), ""]
+        return [*lines(diagnosis), ""]
     if failure is None or failure["traceback"]:
         return []
-    last = cause.last_lines_of(Path(failure["log"]))
+    last = last_lines_of(Path(failure["log"]))
     # A signal is the cause that was named above.
     if failure["how"].startswith("killed by "):
         return ["  its last lines:", *(f"    {line}" for line in last), ""] if last else []
-    return [*cause.unknown_lines(failure["log"], last), ""]
+    return [*unknown_lines(failure["log"], last), ""]
 
 
 _HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
@@ -110,3 +114,70 @@ def _attempt_cells(attempt: AttemptRecord) -> tuple[str, ...]:
     steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
     counts = (str(len(attempt.nodes)), str(attempt.world_size))
     return (str(attempt.attempt), attempt.job_id or "local", *counts, steps, attempt.cause, attempt.decision)
+
+
+#: The number of a log's last lines that are shown where the cause is not known.
+LAST_LINES = 12
+#: What `--log` takes for the standard input.
+STDIN = "-"
+
+
+def of_log(path: str) -> dict[str, Any]:
+    """Return the cause of a job's end as the end of its log shows it.
+
+    The log may be of a run or of any other job, and of any size. Where the cause is not known, the last lines come
+    instead. Raises RequestError for a log that cannot be read.
+    """
+    try:
+        # What the user names may be a pipe of their shell.
+        with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as log:
+            tail = tail_of_stream(log)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    found = cause_or_exception(tail)
+    return {
+        "log": path,
+        "diagnosis": found and found.to_json(),
+        "last_lines": [] if found else last_lines(tail, LAST_LINES),
+    }
+
+
+def log_page(told: dict[str, Any]) -> str:
+    """Return what ``of_log`` tells as text."""
+    if told["diagnosis"]:
+        return "\n".join(lines(told["diagnosis"]))
+    return "\n".join(unknown_lines(told["log"], told["last_lines"]))
+
+
+def lines(diagnosis: dict[str, Any]) -> list[str]:
+    """Return a diagnosis as lines of text."""
+    rank, host, where = diagnosis["rank"], diagnosis["host"], diagnosis["where"]
+    ranks = "" if rank is None else f"rank {rank}"
+    source = ", ".join(filter(None, [" on ".join(filter(None, [ranks, host])), where]))
+    return [
+        f"cause: {diagnosis['cause']} ({diagnosis['rule']})",
+        *([f"  seen: {diagnosis['line']}"] if diagnosis["line"] != diagnosis["cause"] else []),
+        *([f"  from: {source}"] if source else []),
+        f"  do: {diagnosis['next']}",
+    ]
+
+
+def unknown_lines(log: str, last: list[str]) -> list[str]:
+    """Return the last lines of a log of unknown cause."""
+    if not last:
+        return [f"cause: not known; {log} is empty"]
+    return [f"cause: not known; the last lines of {log}:", *(f"  {line}" for line in last)]
+
+
+def last_lines(text: str, count: int) -> list[str]:
+    """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
+    drawn = "\n".join(map(as_drawn, text.split("\n")))
+    return [line.rstrip() for line in clean(drawn).split("\n") if line.strip()][-count:]
+
+
+def last_lines_of(path: Path) -> list[str]:
+    """Return the last lines of a log; none if it cannot be read."""
+    try:
+        return last_lines(tail_of_file(path), LAST_LINES)
+    except OSError:
+        return []

@@ -15,19 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.base import fsio
-from toolkit.base.log_text import tail_of_file
+from toolkit.base.tracebacks import tail_of_file
 from toolkit.files.run_files import AttemptRecord, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
-from toolkit.plugins.report.why.cause import last_lines
 from toolkit.plugins.report.why.diagnosis import (
     Diagnosis,
+    Tier,
     cause_of_file,
     cause_of_text,
     cause_or_exception,
     diagnosis_by,
+    rule,
 )
-from toolkit.plugins.report.why.rules import Tier, rule
+from toolkit.plugins.report.why.page import last_lines
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import Cause, RankFailure
 

@@ -25,7 +25,6 @@ from toolkit.plugins.site.checks import (
     host,
     ok,
     speed,
-    storage,
 )
 from toolkit.slurm import network
 
@@ -104,9 +103,9 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
         quick(lambda: [host.check_taken(asked)]),
         quick(lambda: _check_limits(request.gpus)),
         *([quick(speed.check_speeds)] if request.may_load else []),
-        disk("shared folder", runs, lambda: storage.check_shared(folder, request.token, name)),
-        disk("run folder space", runs, lambda: storage.check_space("run folder space", runs)),
-        disk("temp space", temporary, lambda: storage.check_space("temp space", temporary)),
+        disk("shared folder", runs, lambda: host.check_shared(folder, request.token, name)),
+        disk("run folder space", runs, lambda: host.check_space("run folder space", runs)),
+        disk("temp space", temporary, lambda: host.check_space("temp space", temporary)),
     ]
 
 

@@ -21,11 +21,12 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from toolkit.base import fsio, logs
-from toolkit.base.node_programs import bare_python
+from toolkit.base.this_node import bare_python
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events
-from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, storage
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding
+from toolkit.plugins.site.checks.host import SEEN_WITHIN_S, TOKEN, read_soon
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
 from toolkit.plugins.site.gpu_speeds import slow_nodes
 from toolkit.run.attempt import verdict
@@ -140,7 +141,7 @@ class SharedFolder:
 
     def _write(self) -> None:
         fsio.make_dir(self.path, parents=0)
-        fsio.write_atomic(self.path / storage.TOKEN, self.token, durable=False)
+        fsio.write_atomic(self.path / TOKEN, self.token, durable=False)
 
     def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Add a finding to each node whose file is not visible here."""
@@ -161,12 +162,12 @@ class SharedFolder:
 
         With thousands of nodes a look at each file would take seconds.
         """
-        deadline = time.monotonic() + storage.SEEN_WITHIN_S
+        deadline = time.monotonic() + SEEN_WITHIN_S
         listed, unseen = {path.name for path in self.path.iterdir()}, set[str]()
         for node in nodes:
             found = [finding.severity for finding in node.findings or () if finding.check == "shared folder"]
             if "ok" in found and node.name not in listed:
-                text = storage.read_soon(self.path / node.name, self.token, deadline - time.monotonic())
+                text = read_soon(self.path / node.name, self.token, deadline - time.monotonic())
                 if text != self.token:
                     unseen.add(node.name)
         return unseen

@@ -1,10 +1,21 @@
-"""What a rank reports about itself in a hang, when the supervisor sends it SIGURG.
+"""Hangs: how each rank says what it does, and the stacks that it writes when it hangs.
+
+What a rank reports about itself in a hang, when the supervisor sends it SIGURG.
 
 The Python stacks of all its threads go into ``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside
 the signal handler, so also if the main thread never comes back from C. A thread then does what a handler can't. It
 sends the signal on to the data workers, whose stacks go into their own files, has torch's flight recorder dumped, and
 ends the file with ``ANSWERED``. The file is made before anything slow is imported: a rank without one has not started.
 SIGURG, because programs that don't know it ignore it: foreign scripts, shells, programs that a job starts.
+
+Decides by what its ranks report when an attempt counts as hung.
+
+*Progress* means that any rank gets on, see :class:`toolkit.nodes.agent.reports.NodeProgress`. One rank's progress is
+enough, since the others may wait for it: in a collective, or while rank 0 writes a checkpoint. So a rank that hangs
+beside others is noticed when these have reached the point where they wait for it, and the time counts from there.
+
+Time is counted in looks of the supervisor. If the supervisor itself was stopped, by ``scontrol suspend`` or a disk that
+did not answer, that time does not count: the reports of that time are still in its queue.
 """
 
 from __future__ import annotations
@@ -16,11 +27,96 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from toolkit.base import fsio, reading
 from toolkit.files import rundir
+from toolkit.nodes.agent.reports import LONGEST_LOOK_S, Digest
+
+STUCK_SHARE = 0.5
+#: Until the first step of an attempt has ended: imports from a cold disk and opening the network take long and show no
+#: progress. A rank that compiles shows it by its use of the CPU, see toolkit.ranks.report. Below 1, or torch's own
+#: timeout would come first, and tell less: that a collective timed out, but not on which rank it waited.
+START_SHARE = 0.8
+
+
+class Watchdog:
+    """Watches one attempt of ranks whose process group times out after ``timeout_s``."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s, self._clock, self._looked = timeout_s, clock, clock()
+        self._now = self._progress = 0.0
+        self._has_begun = False
+        self.nodes: dict[str, Digest] = {}  #: the last digest of each node
+
+    def hear(self, host: str, digest: Digest) -> None:
+        """Take a node's digest of its ranks, whether it has anything new or not."""
+        self._pass_time()
+        known = self.nodes.get(host)
+        # A node that reports for the first time counts as progress, too.
+        if known is None or known.moves != digest.moves:
+            self._progress = self._now
+        self._has_begun |= digest.most is not None
+        self.nodes[host] = digest
+
+    def is_stuck(self) -> bool:
+        """True if there was no progress for too long. To be called more often than every ``LONGEST_LOOK_S``."""
+        self._pass_time()
+        return self._now - self._progress > self.bound_s
+
+    @property
+    def bound_s(self) -> float:
+        """Return how long there may be no progress."""
+        return self._timeout_s * (STUCK_SHARE if self._has_begun else START_SHARE)
+
+    @property
+    def still_s(self) -> float:
+        """Return for how long there has been no progress."""
+        return self._now - self._progress
+
+    def _pass_time(self) -> None:
+        now = self._clock()
+        self._now += min(now - self._looked, LONGEST_LOOK_S)
+        self._looked = now
+
+
+#: Phases as the user reads them: "rank 13 on node07: waiting for data, 212 s".
+SETTING_UP = "setting up"
+PRIMING = "priming"
+LOADING = "loading a checkpoint"
+WAITING_FOR_DATA = "waiting for data"
+IN_STEP = "in a step"
+AT_BOUNDARY = "between two steps"
+LOGGING = "reading the loss"
+EVALUATING = "evaluating"
+SAVING = "saving a checkpoint"
+FINISHING = "finishing"
+OWN_CODE = "in the loop's own code"
+
+
+class Activity:
+    """A rank's phase, step and count. A plain assignment writes each, in some 10 ns and without a lock.
+
+    They are written several times in each step. For the supervisor a change of any of the three is progress. A rank of
+    which none changes for half of ``dist.timeout_s`` counts as stuck once that is true of every other rank as well. So
+    any long work that is neither a step nor known to end soon moves ``count``: for each batch of an evaluation, each
+    piece of a checkpoint, each retry.
+    """
+
+    __slots__ = ("count", "phase", "step")
+
+    def __init__(self) -> None:
+        self.phase = SETTING_UP
+        #: Steps done; None until the first one of this attempt has ended.
+        self.step: int | None = None
+        self.count = 0
+
+    def note_progress(self) -> None:
+        """Report that something long goes on."""
+        self.count += 1
+
 
 #: The signal that asks a rank for its stacks, and the last line of a complete answer.
 ASK = signal.SIGURG

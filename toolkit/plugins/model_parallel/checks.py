@@ -1,4 +1,4 @@
-"""What a pipeline refuses in a config, and how many micro-batches it makes."""
+"""What pipelines and tensor parallelism refuse in a config."""
 
 from __future__ import annotations
 
@@ -75,3 +75,20 @@ def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: i
         return config.micro_batches
     count = max(stages, min(max(4 * stages, least), samples // 2))
     return count - count % stages if config.schedule == "interleaved" else count
+
+
+class TensorChecks(StrategyChecks):
+    """Those of ``strategy.name: tensor``."""
+
+    def batch(self, config: JobConfig, ranks: int) -> None:
+        super().batch(config, ranks)
+        size, parts = config.data.global_batch_size, config.train.accumulate
+        together = mesh_of(config.strategy, ranks).tensor or 1
+        groups = ranks // together
+        who = f"{ranks} ranks" if together == 1 else f"{groups} groups of {together} ranks"
+        if config.train.compile and size // groups // parts < 2:
+            raise ConfigError(
+                "train.compile: with torch 2.15 compiled layers that are cut fail, or train to wrong weights, where a "
+                f"part of a batch is a single sample (data.global_batch_size {size} on {who} in train.accumulate "
+                f"{parts} parts); use more samples, fewer parts, or set it to false"
+            )
