@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, PluginError
 
+log = logs.get(__name__)
 #: The version of what a strategy and a tracker must be. One of a package that was written for another is refused.
 INTERFACE = 1
-
-log = logs.get(__name__)
 
 #: * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
 #: * ``strategies``: for a value of ``strategy.name``, a :class:`StrategyKind`, in a module that imports no torch.
@@ -56,6 +55,7 @@ class StrategyKind(NamedTuple):
 
 
 _PLAIN, _SPMD, _P = "toolkit.config.validation:StrategyChecks", "toolkit.strategies:build_spmd", "toolkit.plugins"
+_METHODS, _CUT = f"{_P}.methods", f"{_P}.model_parallel"
 # fmt: off
 STRATEGIES = {
     # build, checks, same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
@@ -64,18 +64,15 @@ STRATEGIES = {
     "zero": StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, ("shards", "replicas")),
     "dp": StrategyKind(_SPMD, _PLAIN, True, True),
     "custom": StrategyKind(_SPMD, "toolkit.config.validation:CustomChecks"),
-    "auto": StrategyKind(f"{_P}.methods.auto:build", f"{_P}.methods.checks:AutoChecks", True, True, True),
-    "local_sgd": StrategyKind(
-        f"{_P}.methods.local_sgd:build", f"{_P}.methods.checks:LocalSgdChecks", True),
+    "auto": StrategyKind(f"{_METHODS}.auto:build", f"{_METHODS}.checks:AutoChecks", True, True, True),
+    "local_sgd": StrategyKind(f"{_METHODS}.local_sgd:build", f"{_METHODS}.checks:LocalSgdChecks", True),
     "parameter_server": StrategyKind(
-        f"{_P}.methods.parameter_server.servers:build",
-        f"{_P}.methods.checks:ParameterServerChecks", True),
+        f"{_METHODS}.parameter_server.servers:build", f"{_METHODS}.checks:ParameterServerChecks", True),
     "pipeline": StrategyKind(
-        f"{_P}.model_parallel.pipeline:build", f"{_P}.model_parallel.checks:PipelineChecks", True, True,
-        mesh=("stages", "replicas")),
+        f"{_CUT}.pipeline:build", f"{_CUT}.checks:PipelineChecks", True, True, mesh=("stages", "replicas")),
     "tensor": StrategyKind(
-        f"{_P}.model_parallel.tensor_layout:build", f"{_P}.model_parallel.checks:TensorChecks", True, True,
-        sharded=True, mesh=("tensor", "replicas", "shards")),
+        f"{_CUT}.tensor_layout:build", f"{_CUT}.checks:TensorChecks", True, True, False, True,
+        mesh=("tensor", "replicas", "shards")),
 }
 # fmt: on
 _COMMANDS = """cancel checkpoint compare completion data doctor env evaluate exec export follow gc generate init logs
@@ -124,20 +121,29 @@ def where(kind: Kind, name: str) -> str | None:
 def find(kind: Kind, name: str) -> Any:
     """Return the module or the attribute; None if there is none of this name.
 
-    Raises PluginError if it cannot be loaded, or was written for another version of the interface; OSError where a disk
-    is away.
+    Raises PluginError if it cannot be loaded, is of another type, or was written for another version of the interface;
+    OSError where a disk is away.
     """
-    path = where(kind, name)
+    if (path := where(kind, name)) is None:
+        return None
+    found = part_of(kind, name, path)
+    if kind == "strategies" and not isinstance(found, StrategyKind):
+        raise PluginError(f"{path} is a {type(found).__name__}, and has to be a toolkit.registry.StrategyKind")
+    if (version := getattr(found, "interface", INTERFACE)) != INTERFACE:
+        raise PluginError(f"{path} was written for version {version} of toolkit.{kind}; this is version {INTERFACE}")
+    return found
+
+
+def part_of(kind: Kind, name: str, path: str) -> Any:
+    """Return what is at ``path``, which ``name`` gives: a module or ``module:attribute``. Raises as :func:`find`."""
+    module, _, attribute = path.partition(":")
     try:
-        found = None if path is None else load(path)
+        return getattr(import_module(module), attribute) if attribute else import_module(module)
     except (OSError, ConfigError):  # a refusal says what to do
         raise
     except (Exception, SystemExit) as error:  # it may be other people's code
         why = f"{type(error).__name__}: {error}"
         raise PluginError(f"{name} of {kind} needs {path}, which cannot be loaded: {why}") from error
-    if (version := getattr(found, "interface", INTERFACE)) != INTERFACE:
-        raise PluginError(f"{path} was written for version {version} of toolkit.{kind}; this is version {INTERFACE}")
-    return found
 
 
 def strategy(name: str) -> StrategyKind:
@@ -152,10 +158,3 @@ def with_trait(trait: str) -> tuple[str, ...]:
         with suppress(PluginError):  # it is named where it is chosen
             able += [name] if getattr(strategy(name), trait) else []
     return tuple(able)
-
-
-def load(path: str) -> Any:
-    """Return the module, or of ``module:attribute`` the attribute. Raises what the import raises."""
-    module, _, attribute = path.partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -29,6 +30,7 @@ from toolkit.config.validation import StrategyChecks
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
 from toolkit.registry import StrategyKind
+from toolkit.strategies import build_strategy
 
 TOML = """[build-system]
 requires = ["hatchling"]
@@ -104,6 +106,7 @@ ABLE = StrategyKind(
 )
 BARE = StrategyKind("lab:build")
 OLD = StrategyKind("lab:build", interface=0)
+HALF = StrategyKind("lab:build", "no_such:Checks")
 
 
 def add(monkeypatch: pytest.MonkeyPatch, kind: registry.Kind, **values: str) -> None:
@@ -113,7 +116,8 @@ def add(monkeypatch: pytest.MonkeyPatch, kind: registry.Kind, **values: str) -> 
 
 def test_what_another_strategy_can_do_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     here = "tests.house.test_registry"
-    add(monkeypatch, "strategies", able=f"{here}:ABLE", bare=f"{here}:BARE", old=f"{here}:OLD", gone="no_such:GONE")
+    found = {name: f"{here}:{name.upper()}" for name in ("able", "bare", "old", "half")}
+    add(monkeypatch, "strategies", **found, gone="no_such:GONE", function=f"{here}:add")
 
     def check(name: str, *more: str) -> None:
         overrides = [f"strategy.name={name}", "train.clip_norm=1", "cluster.tasks_per_node=1", *more]
@@ -132,10 +136,16 @@ def test_what_another_strategy_can_do_is_what_it_says(monkeypatch: pytest.Monkey
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             check(name, *more)
-    with pytest.raises(PluginError, match=r"OLD was written for version 0 of toolkit\.strategies; this is version 1"):
-        check("old")
-    with pytest.raises(PluginError, match="gone of strategies needs no_such:GONE, which cannot be loaded"):
-        check("gone")
+    for name, says in (
+        ("old", "OLD was written for version 0 of toolkit.strategies; this is version 1"),
+        ("gone", "gone of strategies needs no_such:GONE, which cannot be loaded"),
+        ("half", "half of strategies needs no_such:Checks, which cannot be loaded: ModuleNotFoundError"),
+        ("function", "test_registry:add is a function, and has to be a toolkit.registry.StrategyKind"),
+    ):
+        with pytest.raises(PluginError, match=re.escape(says)):
+            check(name)
+    with pytest.raises(PluginError, match="bare of strategies needs lab:build, which cannot be loaded"):
+        build_strategy(StrategyConfig("bare"), cast(Any, None))
     assert goes_on_with("strategy.name", "ddp", "able")
     assert not goes_on_with("strategy.name", "ddp", "bare")
 
@@ -185,6 +195,6 @@ def test_a_script_with_the_adapter_of_another_package_has_the_toolkit_in_its_loo
 def test_what_the_table_names_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
     for kind, names in registry.BUILT_IN.items():
-        assert [name for name in names if registry.find(kind, name) is None] == []
-    for strategy in registry.STRATEGIES.values():
-        assert issubclass(registry.load(strategy.checks), StrategyChecks)
+        assert [name for name, path in names.items() if registry.part_of(kind, name, path) is None] == []
+    for name, strategy in registry.STRATEGIES.items():
+        assert issubclass(registry.part_of("strategies", name, strategy.checks), StrategyChecks)

@@ -323,7 +323,7 @@ def check_batch(config: JobConfig, ranks: int) -> None:
 
 def checks_of(strategy: str) -> StrategyChecks:
     """Return the checks of a strategy."""
-    checks: StrategyChecks = registry.load(registry.strategy(strategy).checks)()
+    checks: StrategyChecks = registry.part_of("strategies", strategy, registry.strategy(strategy).checks)()
     return checks
 
 

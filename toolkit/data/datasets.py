@@ -65,7 +65,7 @@ def build_datasets(config: DataConfig) -> Datasets:
         raise ConfigError(
             f"data.name: {config.name} has no images to classify; choose a data set of images, or jobs.language_model"
         )
-    built: Datasets = registry.load(build)(config)
+    built: Datasets = registry.part_of("datasets", config.name, build)(config)
     return built
 
 

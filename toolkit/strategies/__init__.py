@@ -56,7 +56,8 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
         raise ConfigError(
             "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
         )
-    built: Strategy = registry.load(registry.strategy(config.name).build)(config, session, train)
+    build = registry.part_of("strategies", config.name, registry.strategy(config.name).build)
+    built: Strategy = build(config, session, train)
     return built
 
 
