@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 
 from toolkit import config as configs
@@ -106,8 +107,9 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     if where is not None:
         from toolkit.plugins.report.why.runs import cause_of
 
-        if (cause := cause_of(run)) is not None and not cause.is_of_code:
-            where = None
+        with suppress(OSError):  # the rules lie with the toolkit, and its disk may be away
+            if (cause := cause_of(run)) is not None and not cause.is_of_code:
+                where = None
     return Situation(
         run.id,
         known,

@@ -237,10 +237,15 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
             why = f"{why}; but {'it has no job' if context.requeue is None else context.requeue.not_taken_back}"
             state = RunState.STOPPED
         journal.set_status(state, attempt, why=why, ended=time.time())
-    used = parts.efficiency(run, journal.lines, state is RunState.COMPLETED)
-    outages.persist(lambda: journal.write_result(attempt, state, why, used), run.path)
-    if state is not RunState.COMPLETED:
-        log.info("next: %s", parts.next_step(run))
+    has_completed = state is RunState.COMPLETED
+
+    def write() -> None:
+        # What the run has used is on the same disk: it is read again as often as the result is written.
+        journal.write_result(attempt, state, why, parts.efficiency(run, journal.lines, has_completed))
+
+    outages.persist(write, run.path)
+    if not has_completed and (step := parts.next_step(run)):
+        log.info("next: %s", step)
 
 
 def end_before_start(context: Context) -> int:
