@@ -352,7 +352,7 @@ OTHER_FILES = {
         *("base/this_node", "base/procfs", "base/signals", "devices/"),
         *("hang", "nodes/agent/link", "nodes/agent/processes", "nodes/agent/zygote"),
         *("plugins/node_watch/", "plugins/site/checks/", "plugins/site/measure"),
-        *("plugins/staging/whole", "slurm/network", "train/state"),
+        *("slurm/network", "train/state"),
     ),
     "what is installed with the toolkit": (
         *("config/cluster", "config/job_module", "data/datasets", "cli/new_project", "plugins/report/page"),

@@ -45,7 +45,7 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
     this_node.claim_all()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
     links: dict[socket.socket, AuthenticatedLink] = {}
-    here = {"is": "here", "start": int(start), "again": False, "relay": None}
+    here = {"is": "here", "start": int(start), "again": False}
     for host in hosts:
         connection, link = socket.create_connection(("127.0.0.1", int(port))), AuthenticatedLink(secret, "agent")
         connection.sendall(link.greeting + link.send(here | {"host": host}))

@@ -15,7 +15,7 @@ from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.link import Message
 from toolkit.plugins.staging import node_side as copies
 
-ORDER = {"request": {}, "above": [], "is_above": False}
+ORDER: Message = {"request": {}}
 WHOLE = {"copies": {"/data": "/tmp/copy"}, "problems": [], "damaged": [], "took_s": 1.5}
 
 
@@ -33,7 +33,7 @@ class Serving:
         self.is_held = False
         self.sent: list[Message] = []
         played: Any = self  # in place of Processes
-        self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append, bytes(32))
+        self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append)
 
     def hold(self, wait_s: float) -> None:
         self.is_held = True
@@ -49,8 +49,6 @@ class Serving:
                 key.data()
         for pid in self.helpers.pids:
             os.waitpid(pid, 0)
-        if self.keeper._relay is not None:
-            self.keeper._relay.close()
 
 
 @pytest.mark.parametrize(

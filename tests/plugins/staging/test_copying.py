@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +20,9 @@ import pytest
 
 from tests.file_operations import file_operations
 from toolkit.base import staged, this_node
-from toolkit.plugins.staging import copying, package, room, whole
+from toolkit.plugins.staging import copying, package
 from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
-from toolkit.plugins.staging.relay import RelayRequest
 
 
 @pytest.fixture
@@ -60,9 +58,14 @@ def content(folder: Path) -> dict[str, object]:
 
 def copied(made: Package, node: Path) -> Path:
     copy = copying.copy(made, [node])
-    for lock in copy.locks:
-        os.close(lock)
+    os.close(copy.lock)
     return copy.path
+
+
+def own_folder(node: Path, made: Package | None = None) -> Path:
+    """Return the user's folder on the node's disk, or that of one copy."""
+    own = node / f"toolkit-stage-{os.geteuid()}"
+    return own if made is None else own / made.key
 
 
 def killed_at(number: int, call: Callable[[], object]) -> bool:
@@ -117,7 +120,7 @@ def test_a_copy_that_lost_a_file_or_is_of_another_boot_is_made_anew(source: Path
     copy = copied(made, node)
     (copy / "a.txt").unlink()
     assert content(copied(made, node)) == content(source)
-    mark = node / f"toolkit-stage-{os.geteuid()}" / f"{made.key}.json"
+    mark = own_folder(node, made) / "whole.json"
     mark.write_text(mark.read_text().replace('"boot": "', '"boot": "0'))
     (copy / "a.txt").write_text("")
     assert content(copied(made, node)) == content(source)
@@ -127,12 +130,12 @@ def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, tmp_p
     made = packed(source, tmp_path / "cache")
     for number in itertools.count(1):
         was_killed = killed_at(number, lambda: copying.copy(made, [node]))
-        own = node / f"toolkit-stage-{os.geteuid()}"
-        if whole.is_whole(own, made.key):
-            assert content(own / made.key) == content(source)
+        folder = own_folder(node, made)
+        if copying.is_whole(folder):
+            assert content(folder / "copy") == content(source)
         assert content(copied(made, node)) == content(source)
-        assert not [*own.glob("*.partial"), *own.glob(".*.tmp-*")]
-        copying._remove(own, made.key)
+        assert {path.name for path in folder.iterdir()} == {"copy", "whole.json"}
+        shutil.rmtree(folder)
         if not was_killed:
             break
     assert number > 20
@@ -143,7 +146,7 @@ def test_a_kill_of_the_packer_leaves_no_torn_package(source: Path, node: Path, t
         cache = tmp_path / f"cache-{number}"
         was_killed = killed_at(number, lambda cache=cache: packed(source, cache))  # type: ignore[misc]
         assert content(copied(packed(source, cache), node)) == content(source)
-        copying._remove(node / f"toolkit-stage-{os.geteuid()}", packed(source, cache).key)
+        shutil.rmtree(own_folder(node))
         if not was_killed:
             break
     assert number > 8
@@ -160,7 +163,7 @@ def test_a_damaged_package_is_found_by_its_digest(source: Path, node: Path, tmp_
     Path(made.file).write_bytes(data)
     with pytest.raises(DamagedPackageError, match="damaged"):
         copying.copy(made, [node])
-    assert not list((node / f"toolkit-stage-{os.geteuid()}").glob(f"{made.key}*[!k]"))
+    assert not list(own_folder(node).iterdir())
     # the supervisor throws it away, and the next start makes another one
     package.discard(made)
     assert content(copied(packed(source, tmp_path / "cache"), node)) == content(source)
@@ -180,7 +183,7 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
     made, full = packed(source, tmp_path / "cache"), tmp_path / "full"
     full.mkdir()
     free = {full: 10, node: 10**9}
-    monkeypatch.setattr(room, "room_bytes", lambda folder: free[folder.parent])
+    monkeypatch.setattr(package, "room_bytes", lambda folder: free[folder.parent])
     assert copying.copy(made, [full, node]).path.is_relative_to(node)
     with pytest.raises(StagingError, match=r"full has room for 10 B, and .* are needed"):
         copying.copy(made, [full])
@@ -193,12 +196,12 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
     free[full] = 10**9
     with file_operations(seen), pytest.raises(StagingError, match="full: No space left"):
         copying.copy(made, [full])
-    assert not list((full / f"toolkit-stage-{os.geteuid()}").glob("*.partial"))
+    assert not list(own_folder(full).iterdir())
 
 
 def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_path: Path) -> None:
     made = packed(source, tmp_path / "cache")
-    own = node / f"toolkit-stage-{os.geteuid()}"
+    own = own_folder(node)
     own.symlink_to(tmp_path)
     with pytest.raises(StagingError, match="not a folder that only this user can write to"):
         copying.copy(made, [node])
@@ -230,28 +233,24 @@ def test_a_damaged_copy_that_another_job_uses_is_not_waited_for(
 
 
 def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, tmp_path: Path) -> None:
-    cache, own = tmp_path / "cache", node / f"toolkit-stage-{os.geteuid()}"
+    cache = tmp_path / "cache"
     old, used = packed(source / "a.txt", cache), packed(source / "sub", cache)
     copied(old, node)
     held = copying.copy(used, [node])
-    (own / "dead.partial").mkdir()
-    (own / "dead.lock").touch()  # of a job that was killed while it unpacked
-    (own / f".{old.key}.json.tmp-1a2b3c4d").touch()  # or while it wrote the record
-    for key in (old.key, used.key):
-        os.utime(own / f"{key}.json", (0, 0))
-    copied(packed(source, cache), node)
-    left = {path.name for path in own.iterdir()}
-    assert not {name for name in left if name.startswith((old.key, f".{old.key}", "dead"))}
+    (own_folder(node) / "dead/copy").mkdir(parents=True)  # of a job that was killed while it unpacked
+    for made in (old, used):
+        os.utime(own_folder(node, made) / "whole.json", (0, 0))
+    new = packed(source, cache)
+    copied(new, node)
+    assert {path.name for path in own_folder(node).iterdir()} == {used.key, new.key}
     assert content(held.path) == content(source / "sub")
 
 
 def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path) -> None:
     made = packed(source, tmp_path / "cache")
-    other_nodes, channel = socket.socketpair()
-    request = json.dumps(RelayRequest(CopyRequest((made,), str(node)), (), False, "", channel.fileno()).to_json())
-    command, handles = [sys.executable, "-m", "toolkit.plugins.staging.relay"], [channel.fileno()]
-    pipe = subprocess.PIPE
-    jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=handles) for _ in range(2)]
+    request = json.dumps(CopyRequest((made,), str(node)).to_json())
+    command, pipe = [sys.executable, "-m", "toolkit.plugins.staging.copying"], subprocess.PIPE
+    jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     try:
         for job in jobs:
             assert job.stdin is not None
@@ -262,16 +261,13 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
         assert answers[0]["copies"] == answers[1]["copies"] == {str(source): str(answers[0]["copies"][str(source)])}
         assert sum(answer["took_s"] > 0 for answer in answers) == 1
         # each holds the copy: it stays although it was not used for long
-        own = node / f"toolkit-stage-{os.geteuid()}"
-        os.utime(own / f"{made.key}.json", (0, 0))
+        os.utime(own_folder(node, made) / "whole.json", (0, 0))
         copied(packed(source / "a.txt", tmp_path / "cache"), node)
-        assert (own / made.key).is_dir()
+        assert own_folder(node, made).is_dir()
     finally:
         for job in jobs:
             job.kill()
             job.communicate()
-        other_nodes.close()
-        channel.close()
 
 
 def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -> None:
@@ -368,34 +364,16 @@ def test_systemd_tmpfiles_leaves_a_copy_in_use_alone(source: Path, node: Path, t
     before = content(node)
     clean(node, tmp_path)
     assert content(node) == before
-    for lock in copy.locks:
-        os.close(lock)
+    os.close(copy.lock)
     clean(node, tmp_path)
     assert content(node) == {}
 
 
-def test_a_copy_in_use_and_all_copies_are_locked_as_folders(source: Path, node: Path, tmp_path: Path) -> None:
-    copy = copying.copy(packed(source, tmp_path / "cache"), [node])
-    for folder in (copy.path, copy.path.parent):
-        with pytest.raises(BlockingIOError), copying._locked_folder(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            pass
-
-
-def test_a_copy_in_use_is_not_made_anew_although_its_lock_was_removed(
-    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copying, "OTHERS_WAIT_S", 0.1)
+def test_a_copy_in_use_is_locked_as_a_folder(source: Path, node: Path, tmp_path: Path) -> None:
     made = packed(source, tmp_path / "cache")
-    used = copying.copy(made, [node])
-    (used.path.parent / f"{made.key}.lock").unlink()
-    (used.path / "a.txt").unlink()
-    with pytest.raises(StagingError, match="is not whole, and another job uses it"):
-        copying.copy(made, [node])
-    assert (used.path / "sub/run.sh").exists()
-    # nor removed to make room for another
-    os.utime(used.path.parent / f"{made.key}.json", (0, 0))
-    copied(packed(source / "a.txt", tmp_path / "cache"), node)
-    assert (used.path / "sub/run.sh").exists()
+    copying.copy(made, [node])
+    with pytest.raises(BlockingIOError):
+        copying._lock(own_folder(node, made), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_compiled_files_do_not_make_a_copy_damaged_and_a_lost_folder_does(
@@ -406,11 +384,17 @@ def test_compiled_files_do_not_make_a_copy_damaged_and_a_lost_folder_does(
     copy = copied(made, node)
     (copy / "sub/__pycache__").mkdir()
     (copy / "sub/__pycache__/run.cpython-311.pyc").write_bytes(b"x")
-    assert whole.is_whole(copy.parent, made.key)
+    assert copying.is_whole(copy.parent)
     (copy / "empty").rmdir()
-    assert not whole.is_whole(copy.parent, made.key)
+    assert not copying.is_whole(copy.parent)
 
 
 def test_files_of_a_copy_count_as_just_read(source: Path, node: Path, tmp_path: Path) -> None:
     copy = copied(packed(source, tmp_path / "cache"), node)
     assert (copy / "a.txt").stat().st_atime > time.time() - 60
+
+
+def test_copies_take_half_of_the_memory_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_node, "file_system", lambda folder: "tmpfs")
+    monkeypatch.setattr(this_node, "available_bytes", lambda: 1000)
+    assert package.room_bytes(tmp_path) == 500

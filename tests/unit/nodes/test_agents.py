@@ -553,7 +553,7 @@ def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_s
     await_true(lambda: site.store.port == 7)
     late = AuthenticatedLink(site.endpoint.secret, "agent")
     with call(site) as connection:
-        here = {"is": "here", "host": "here", "start": 1, "again": False, "relay": None}
+        here = {"is": "here", "host": "here", "start": 1, "again": False}
         late.receive(connection.recv(32, socket.MSG_WAITALL))
         connection.sendall(late.greeting + late.send(here))
         orders: list[Any] = []

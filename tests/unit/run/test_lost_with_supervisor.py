@@ -36,7 +36,7 @@ class Node:
         self._link = AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
-        self.say(**{"is": "here"}, host=host, start=start, again=again, relay=None)
+        self.say(**{"is": "here"}, host=host, start=start, again=again)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def say(self, **message: object) -> None:

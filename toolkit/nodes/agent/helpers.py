@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit.base import logs
@@ -65,14 +65,13 @@ class Helpers:
         command: Sequence[str],
         hear: Callable[[bytes], bool] | None = None,
         given: bytes = b"",
-        pass_fds: Collection[int] = (),
     ) -> int:
         """Start a process that reads ``given``; return its pid. Its output goes to ``hear``, else to the agent's log.
 
         ``hear`` gets empty bytes at its end, and returns whether it wants more. Raises OSError.
         """
         output_to = subprocess.PIPE if hear else None
-        process = start_child(command, stdin=subprocess.PIPE, stdout=output_to, pass_fds=pass_fds)
+        process = start_child(command, stdin=subprocess.PIPE, stdout=output_to)
         self.pids.add(process.pid)
         assert process.stdin is not None
         # A helper that has ended already reads nothing.
@@ -103,7 +102,6 @@ class Helpers:
         given: bytes = b"",
         *,
         awaits_end: bool = True,
-        pass_fds: Collection[int] = (),
     ) -> None:
         """Start a process; ``take`` gets all its output when it has ended. Raises OSError.
 
@@ -118,7 +116,7 @@ class Helpers:
                 take(bytes(text))
             return not is_over
 
-        self.start(command, hear, given, pass_fds)
+        self.start(command, hear, given)
 
     def ask_if_possible(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
         """Start a process as :meth:`ask` does, but log an OSError.

@@ -3,8 +3,7 @@
 The caller has the socket. Each end sends 32 random bytes first. From both and the job's secret each derives a key for
 each direction. So no message of another connection, nor one sent back to its sender, is accepted as genuine. Every
 message is a frame: its length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32
-bytes), and the content, a JSON object in UTF-8, or a part of a package that one node copies from another. Nothing is
-encrypted: secrets must not be sent.
+bytes), and the content, a JSON object in UTF-8. Nothing is encrypted: secrets must not be sent.
 
 A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
 """
@@ -29,8 +28,8 @@ HEARTBEAT_S, SILENT_S = 1.0, 3.0
 #: The most bytes of a frame's content. Before the first genuine one a stranger could make this end keep that much.
 FIRST_MAX_BYTES, MAX_BYTES = 1 << 12, 1 << 24
 _HEAD = struct.Struct(f"!I{TAG_BYTES}s")
-#: The other end's role, by the role of one end: of supervisor and agent, and of two nodes that copy packages.
-_OTHER_ROLE = {"supervisor": "agent", "agent": "supervisor", "giver": "taker", "taker": "giver"}
+#: The other end's role, by the role of one end.
+_OTHER_ROLE = {"supervisor": "agent", "agent": "supervisor"}
 
 Message = dict[str, Any]
 
@@ -40,7 +39,7 @@ class StrangerError(Exception):
 
 
 class AuthenticatedLink:
-    """One end of a connection; ``role`` is ``supervisor`` or ``agent``, ``giver`` or ``taker``."""
+    """One end of a connection; ``role`` is ``supervisor`` or ``agent``."""
 
     def __init__(self, secret: bytes, role: str) -> None:
         self._secret, self._role = secret, role
@@ -48,7 +47,7 @@ class AuthenticatedLink:
         self._received = bytearray()
         self._keys: tuple[bytes, bytes] | None = None  #: for sending, for receiving
         self._sent_count = self._received_count = 0
-        self._waiting: list[bytes] = []
+        self._waiting: list[Message] = []
 
     @property
     def greeting(self) -> bytes:
@@ -65,24 +64,16 @@ class AuthenticatedLink:
 
         There are none before the other end's greeting has arrived: :meth:`receive` then returns them.
         """
-        return self.send_content(json.dumps(message).encode())
-
-    def send_content(self, content: bytes) -> bytes:
-        """Return the bytes to send for ``content``, as :meth:`send` does for a message."""
         if self._keys is None:
-            self._waiting.append(content)
+            self._waiting.append(message)
             return b""
+        content = json.dumps(message).encode()
         tag = _tag(self._keys[0], self._sent_count, content)
         self._sent_count += 1
         return _HEAD.pack(len(content), tag) + content
 
     def receive(self, data: bytes) -> tuple[list[Message], bytes]:
         """Take received data; return the messages that are complete, and bytes to send now. Raises StrangerError."""
-        contents, answer = self.receive_contents(data)
-        return [json.loads(content) for content in contents], answer
-
-    def receive_contents(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Take received data as :meth:`receive` does, but return each message as bytes."""
         self._received += data
         answer = b""
         # The greeting comes first; it makes the keys, and so the messages that wait for them can go.
@@ -98,12 +89,12 @@ class AuthenticatedLink:
                 hmac.digest(self._secret, other_role.encode() + other + self._nonce, "sha256"),
             )
             del self._received[:NONCE_BYTES]
-            answer = b"".join(map(self.send_content, self._waiting))
+            answer = b"".join(map(self.send, self._waiting))
             self._waiting.clear()
-        contents: list[bytes] = []
+        messages: list[Message] = []
         while (content := self._next()) is not None:
-            contents.append(content)
-        return contents, answer
+            messages.append(json.loads(content))
+        return messages, answer
 
     def _next(self) -> bytes | None:
         assert self._keys is not None

@@ -100,7 +100,7 @@ class Agent:
         self._helpers = Helpers(self._selector)
         self._monitor = parts.watching_the_node(self._helpers, self._send)
         self._processes = Processes(self._selector, self._send, imports)
-        self._copies = parts.copying_here(self._helpers, self._processes, self._send, secret)
+        self._copies = parts.copying_here(self._helpers, self._processes, self._send)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -149,8 +149,7 @@ class Agent:
         self._connection = connection
         self._selector.register(connection, selectors.EVENT_READ, self._receive)
         connection.sendall(self._link.greeting)
-        relay = self._copies.listen(connection.getsockname()[0])
-        connection.sendall(self._link.send({"is": "here", **self._who, "again": again, "relay": relay}))
+        connection.sendall(self._link.send({"is": "here", **self._who, "again": again}))
         for message in self._kept:
             connection.sendall(self._link.send(message))
 

@@ -24,8 +24,8 @@ def watching_the_node(helpers: Helpers, send: Callable[[Message], None]) -> Moni
 
 
 @best_effort_part
-def copying_here(helpers: Helpers, processes: Processes, send: Callable[[Message], None], secret: bytes) -> CopyKeeper:
+def copying_here(helpers: Helpers, processes: Processes, send: Callable[[Message], None]) -> CopyKeeper:
     """Return what makes copies of shared files on this node."""
     from toolkit.plugins.staging.node_side import CopyKeeper
 
-    return CopyKeeper(helpers, processes, send, secret)
+    return CopyKeeper(helpers, processes, send)

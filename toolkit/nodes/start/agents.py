@@ -238,7 +238,6 @@ class Agents:
         self.sick_hosts: Mapping[str, str] = {}
         self.usages: dict[tuple[str, float], Message] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
-        self.described: dict[str, Message] = {}  #: by host: how its agent has described itself
         self.listeners: tuple[AgentUser, ...] = ()  #: they hear of each thing before the launcher
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
@@ -403,11 +402,9 @@ class Agents:
             is_wanted = host in self._returning
             self._returning.discard(host)
             self._returned.put(host)
-        else:  # one that was given up as late would take the place of the agent that was started instead
-            is_wanted = message["start"] == self._start_of.get(host)
-        if is_wanted:
-            self.described[host] = message
-        return is_wanted
+            return is_wanted
+        # One that was given up as late would take the place of the agent that was started instead.
+        return bool(message["start"] == self._start_of.get(host))
 
     def agent_came(self, host: str) -> None:
         """Note that messages can be sent to the agent of ``host`` from now on."""

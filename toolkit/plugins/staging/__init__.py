@@ -1,7 +1,6 @@
 """Copies shared files to a node's own disk: the Python environment, and what ``data.stage`` names.
 
-A package is one file on the shared disk (:mod:`.package`). Each node reads it once and unpacks it on a disk of its own
-(:mod:`.copying`). The supervisor decides what is copied (:mod:`.supervisor_side`), the node's agent has it done
-(:mod:`.node_side`), and nodes pass packages on to each other (:mod:`.relay`). A rank finds its node's copies with
-`toolkit.staged`.
+A package is one file on the shared disk (:mod:`.package`). Each node reads it and unpacks it on a disk of its own
+(:mod:`.copying`). The supervisor decides what is copied (:mod:`.supervisor_side`), and the node's agent has it done
+(:mod:`.node_side`). A rank finds its node's copies with `toolkit.staged`.
 """

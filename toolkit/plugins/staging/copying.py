@@ -1,33 +1,44 @@
-"""Copies packages to a disk of this node, and keeps them while the agent lives.
+"""``python -m toolkit.plugins.staging.copying``: copy packages to a disk of this node, and keep the copies.
 
-:mod:`.relay` uses it. Two jobs on a node share a copy: one unpacks it, and the other waits. A copy gets its name when
-all of it is unpacked and the package was whole. While a process uses it, three things are locked: a file, for the jobs
-that share it; the copy's folder, in case that file was removed; and the folder of all copies, which systemd-tmpfiles
-then leaves alone.
+It reads a :class:`CopyRequest` as JSON, prints ``{"copies", "problems", "damaged", "took_s"}``, and then holds the
+locks of the copies until it is killed. With the word ``check`` it reads the copies by the paths of their originals, and
+prints those that still have all their files: a cleaner of temporary files may have removed some.
+
+Each copy has a folder, whose name is the package's key. The record ``whole.json`` is written last: without it nothing
+there counts. Two jobs on a node share a copy: one unpacks it, and the other waits. A process that uses a copy has its
+folder locked. No other job then changes it, and systemd-tmpfiles leaves it alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import stat
 import subprocess
+import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO
+from typing import IO, Any
 
-from toolkit.base import fsio, trust
+from toolkit.base import fsio, logs, this_node, trust
 from toolkit.base.errors import RequestError
+from toolkit.files import records
 from toolkit.files.json_record import JsonRecord
-from toolkit.plugins.staging import room
+from toolkit.files.records import COUNT, TEXT, Record
+from toolkit.plugins.staging import package as packages
 from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
-from toolkit.plugins.staging.whole import OWN_FOLDER, is_whole, mark
 
+#: Begins the name of a user's folder of copies on a disk of a node.
+OWN_FOLDER = "toolkit-stage-"
+#: In the folder of a copy: the copy, and the record that it is whole.
+COPY, WHOLE = "copy", "whole.json"
+_MARK = Record({"boot": TEXT, "files": COUNT, "bytes": COUNT})
 #: A copy that no job has used for this long is removed. systemd removes single files of /tmp after ten days.
 UNUSED_S = 7 * 86_400.0
 #: A small file takes a block of the disk.
@@ -35,9 +46,6 @@ FILE_BYTES = 4096
 PROGRAM_TIMEOUT_S = 60
 #: Jobs that look for a copy at the same moment are through by then.
 OTHERS_WAIT_S = 5.0
-
-#: Yields the bytes of a package, in blocks, for a copy in the folder.
-Source = Callable[[Package, Path], Iterator[bytes]]
 
 
 class DamagedPackageError(StagingError):
@@ -55,33 +63,22 @@ class CopyRequest(JsonRecord):
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on this node. ``locks`` are open files: as long as they are open the copy stays."""
+    """A copy on this node. ``lock`` is an open file: as long as it is open the copy stays."""
 
     path: Path
-    locks: tuple[int, ...]
+    lock: int
     is_new: bool
 
 
-def from_disk(package: Package, position: int = 0) -> Iterator[bytes]:
-    """Yield the bytes of ``package`` from ``position`` on. Raises OSError."""
-    with Path(package.file).open("rb", buffering=0) as file:
-        file.seek(position)
-        while data := file.read(BLOCK_BYTES):
-            yield data
-
-
-def copy(package: Package, folders: list[Path], source: Source = lambda package, own: from_disk(package)) -> Copy:
+def copy(package: Package, folders: list[Path]) -> Copy:
     """Find a copy of ``package``, or make one, in the first of ``folders`` with room.
 
     Raises StagingError, which names each folder and the reason against it; DamagedPackageError; OSError.
     """
     reasons: list[str] = []
-    for folder in folders:
+    for disk in folders:
         try:
-            own = _own_folder(folder)
-            with _locked_folder(own, fcntl.LOCK_SH) as lock:
-                found = _find(own, package) or _make(own, package, source)
-                return replace(found, locks=(*found.locks, os.dup(lock)))
+            return _copy_in(_own_folder(disk) / package.key, package)
         except DamagedPackageError:
             raise
         except StagingError as error:
@@ -89,50 +86,13 @@ def copy(package: Package, folders: list[Path], source: Source = lambda package,
         except OSError as error:
             if str(error.filename) == package.file:
                 raise  # the package cannot be read, whatever the disk
-            reasons.append(f"{folder}: {error.strerror or error}")
+            reasons.append(f"{disk}: {error.strerror or error}")
     raise StagingError("; ".join(reasons) or "this node has no folder of its own for copies")
 
 
-def _find(own: Path, package: Package) -> Copy | None:
-    """Return the copy that is there. Wait for a job that unpacks it at this moment."""
-    with _locked(own / f"{package.key}.lock", fcntl.LOCK_SH) as lock:
-        if not (own / package.key).is_dir():
-            return None
-        with _locked_folder(own / package.key, fcntl.LOCK_SH) as folder:  # first: nothing is removed from then on
-            if not is_whole(own, package.key):
-                return None
-            os.utime(own / f"{package.key}.json")  # its last use
-            return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new=False)
-
-
-def _make(own: Path, package: Package, source: Source) -> Copy:
-    deadline = time.monotonic() + OTHERS_WAIT_S
-    while True:
-        try:
-            with _locked(own / f"{package.key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
-                is_new = not is_whole(own, package.key)
-                if is_new:
-                    _make_room(own, package)
-                    _unpack(package, own, source)
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                with _locked_folder(own / package.key, fcntl.LOCK_SH) as folder:
-                    return Copy(_place(own, package), (os.dup(lock), os.dup(folder)), is_new)
-        except BlockingIOError:
-            # Another job looks for the copy as well, or makes it by now. Or it uses one that was damaged.
-            if found := _find(own, package):
-                return found
-            if time.monotonic() >= deadline:
-                raise StagingError(f"{own / package.key} is not whole, and another job uses it") from None
-            time.sleep(0.02)
-
-
-def _place(own: Path, package: Package) -> Path:
-    return own / package.key if package.is_archive else own / package.key / PurePath(package.source).name
-
-
-def _own_folder(folder: Path) -> Path:
-    """Return this user's folder in one that other users may write to as well. Raises StagingError."""
-    own = folder / f"{OWN_FOLDER}{os.geteuid()}"
+def _own_folder(disk: Path) -> Path:
+    """Return this user's folder on a disk that other users may write to as well. Raises StagingError."""
+    own = disk / f"{OWN_FOLDER}{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         fsio.make_new_dir(own)
     status = own.lstat()
@@ -144,138 +104,141 @@ def _own_folder(folder: Path) -> Path:
     except RequestError as error:
         raise StagingError(str(error)) from error
     if os.statvfs(own).f_flag & os.ST_NOEXEC:
-        raise StagingError(f"{folder} is mounted noexec: no library can be loaded from there")
+        raise StagingError(f"{disk} is mounted noexec: no library can be loaded from there")
     return own
 
 
-# ------------------------------------------------------------------------------------------------------- one at a time
-
-
-@contextlib.contextmanager
-def _locked(path: Path, operation: int) -> Iterator[int]:
-    """Hold the lock ``path``; it ends with the block, or with this process. Raises BlockingIOError."""
+def _copy_in(folder: Path, package: Package) -> Copy:
+    """Find the copy in ``folder``, or make it. Wait for a job that makes it at this moment."""
+    deadline, is_new = time.monotonic() + OTHERS_WAIT_S, False
     while True:
-        lock = fsio.open_private(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        lock = _lock(folder, fcntl.LOCK_SH)
+        if is_whole(folder):
+            os.utime(folder / WHOLE)  # its last use
+            path = folder / COPY
+            return Copy(path if package.is_archive else path / PurePath(package.source).name, lock, is_new)
+        os.close(lock)
+        try:
+            lock = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Another job looks for the copy as well, or makes it by now. Or it uses one that was damaged.
+            if time.monotonic() >= deadline:
+                raise StagingError(f"{folder} is not whole, and another job uses it") from None
+            time.sleep(0.02)
+            continue
+        try:
+            if not is_whole(folder):
+                _make(folder, package)
+                is_new = True
+        finally:
+            os.close(lock)  # another job may remove the copy before it is locked again: then it is made once more
+
+
+def _lock(folder: Path, operation: int) -> int:
+    """Return ``folder``, which is made where it is not there, opened and locked. Raises BlockingIOError."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            fsio.make_new_dir(folder)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
         try:
             fcntl.flock(lock, operation)
-            # The process that held the lock may have removed the file: then others lock another one.
-            if _is_same_file(lock, path):
-                os.utime(lock)  # a cleaner removes what is old
-                break
+            # The process that held the lock may have removed the folder: then others lock another one.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), folder.stat()):
+                    return lock
         except BaseException:
             os.close(lock)
             raise
         os.close(lock)
-    try:
-        yield lock
-    finally:
-        os.close(lock)
 
 
-@contextlib.contextmanager
-def _locked_folder(path: Path, operation: int) -> Iterator[int]:
-    """Hold a folder's own lock. Raises BlockingIOError."""
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, operation)
-        yield lock
-    finally:
-        os.close(lock)
+# ------------------------------------------------------------------------------------------------- whole, and its room
 
 
-def _is_same_file(opened: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(opened), path.stat())
-    except FileNotFoundError:
-        return False
+def is_whole(folder: Path) -> bool:
+    """True if the copy is complete. After a crash of the node its files may be empty, so it must be of this boot."""
+    known = records.read_or(folder / WHOLE, _MARK, {}, [])
+    return bool(known) and known == _mark(folder / COPY)
 
 
-def needed_bytes(package: Package) -> int:
-    """Return how much room a copy takes."""
-    return package.bytes + package.files * FILE_BYTES
+def _mark(copied: Path) -> dict[str, Any]:
+    """Return what a copy has now, without the compiled files that Python adds to it."""
+    files = size_bytes = 0
+    for folder, folders, names in os.walk(copied):
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+        files += len(folders) + len(names)
+        size_bytes += sum(os.lstat(f"{folder}/{name}").st_size for name in names)
+    return {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "files": files, "bytes": size_bytes}
 
 
-def _make_room(own: Path, package: Package) -> None:
-    """Remove other copies until there is room for this one.
+def _make_room(folder: Path, package: Package) -> None:
+    """Remove copies that are long unused, and others until there is room for this one.
 
-    What is left of this copy, and copies that are long unused, are removed in any case. Raises StagingError if there is
-    still too little room.
+    Raises StagingError if there is still too little room.
     """
-    _remove(own, package.key)
-    needed = needed_bytes(package)
-    last_use = {record.stem: record.stat().st_mtime for record in own.glob("*.json")}
-    for lock in own.glob("*.lock"):
-        last_use.setdefault(lock.stem, 0.0)  # of a job that died while it unpacked
+    own, needed = folder.parent, package.bytes + package.files * FILE_BYTES
     del_before = time.time() - UNUSED_S
-    for key in sorted(last_use.keys() - {package.key}, key=lambda key: last_use[key]):
-        if last_use[key] > del_before and room.room_bytes(own) >= needed:
+    for last_use, other in sorted((_last_use(other), other) for other in own.iterdir() if other != folder):
+        if last_use > del_before and packages.room_bytes(own) >= needed:
             break
-        with contextlib.suppress(BlockingIOError), _locked(own / f"{key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
-            _remove(own, key)
-            (own / f"{key}.lock").unlink()
-    free = room.room_bytes(own)
+        with contextlib.suppress(BlockingIOError):
+            lock = _lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                _remove(other)
+            finally:
+                os.close(lock)
+    free = packages.room_bytes(own)
     if free < needed:
         raise StagingError(f"{own.parent} has room for {fsio.size_text(free)}, and {fsio.size_text(needed)} are needed")
 
 
-def _remove(own: Path, key: str) -> None:
-    """Remove a copy and what is left of one. Raises BlockingIOError if a job uses it, whose lock file was removed."""
-    with contextlib.ExitStack() as stack:
-        if (own / key).is_dir():
-            stack.enter_context(_locked_folder(own / key, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        (own / f"{key}.json").unlink(missing_ok=True)  # first: without it no job takes the rest for whole
-        fsio.remove_tree(own / key)
-    fsio.remove_tree(own / f"{key}.partial")
-    # What a kill in the middle of writing the record has left; the holder of the key's lock is its only writer.
-    for left in own.glob(f".{key}.json.tmp-*"):
-        left.unlink(missing_ok=True)
+def _last_use(folder: Path) -> float:
+    """Return when a copy was last used; 0 for what is left of one by a job that died while it unpacked."""
+    try:
+        return (folder / WHOLE).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _remove(folder: Path) -> None:
+    """Remove a copy, or what is left of one. Its folder is locked."""
+    (folder / WHOLE).unlink(missing_ok=True)  # first: without it no job takes the rest for whole
+    fsio.remove_tree(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------- unpacking
 
 
-class _BlockFile:
-    """A file of blocks. A read returns one."""
-
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks = blocks
-
-    def read(self, size: int) -> bytes:
-        return next(self._blocks, b"")
-
-
-def _unpack(package: Package, own: Path, source: Source) -> None:
-    partial, copied = own / f"{package.key}.partial", own / package.key
+def _make(folder: Path, package: Package) -> None:
+    """Unpack ``package`` in ``folder``, which is locked and has no copy that is whole."""
+    copied = folder / COPY
     try:
-        fsio.make_new_dir(partial)
-        summed = SummedFile(_BlockFile(source(package, own)))  # type: ignore[arg-type]
-        try:
-            _extract(summed, partial, package)
-        except (tarfile.TarError, ValueError) as error:
-            raise DamagedPackageError(f"{package.file} is damaged: {error}") from error
-        # What follows the archive's end belongs to the sum.
-        while summed.read(BLOCK_BYTES):
-            pass
+        (folder / WHOLE).unlink(missing_ok=True)
+        for left in folder.iterdir():  # by a job that died, or by a cleaner
+            fsio.remove_tree(left) if left.is_dir() else left.unlink()
+        _make_room(folder, package)
+        fsio.make_new_dir(copied)
+        with Path(package.file).open("rb", buffering=0) as file:
+            summed = SummedFile(file)
+            try:
+                _extract(summed, copied, package)
+            except (tarfile.TarError, ValueError) as error:
+                raise DamagedPackageError(f"{package.file} is damaged: {error}") from error
+            # What follows the archive's end belongs to the sum.
+            while summed.read(BLOCK_BYTES):
+                pass
         if (summed.size_bytes, summed.crc) != (package.size_bytes, package.crc):
             raise DamagedPackageError(f"{package.file} is damaged, or was changed: it does not have its digest")
         if package.program is not None:
-            _point_scripts(partial, package, copied)
-        fsio.rename_dir(partial, copied)
-        if package.program is not None:
-            # Refuse an environment whose Python does not find its own packages in the copy.
-            program = copied / package.program
-            command = [str(program), "-I", "-c", "import sys; print(sys.prefix)"]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise StagingError(f"the copied Python cannot be started: {error}") from error
-            if done.stdout.strip() != str(copied):
-                raise StagingError(
-                    f"the copied Python does not work from {copied}: {(done.stderr or done.stdout).strip()[-200:]}"
-                )
-        fsio.write_json(own / f"{package.key}.json", mark(copied), durable=False)
+            _point_scripts(copied, package.source, package.program)
+            _try_program(copied, package.program)
+        fsio.write_json(folder / WHOLE, _mark(copied), durable=False)
     except BaseException:
-        _remove(own, package.key)
+        _remove(folder)
         raise
 
 
@@ -308,12 +271,10 @@ def _write(path: Path, content: IO[bytes], mode: int, mtime_ns: int) -> None:
     os.utime(path, ns=(time.time_ns(), mtime_ns))  # cleaners remove what was not read for long
 
 
-def _point_scripts(partial: Path, package: Package, copied: Path) -> None:
+def _point_scripts(copied: Path, source: str, program: str) -> None:
     """Have the scripts of an environment start its copied Python. Their first line has the original's path."""
-    assert package.program is not None
-    folder = (partial / package.program).parent
-    old, new = f"#!{package.source}/".encode(), f"#!{copied}/".encode()
-    for script in folder.iterdir():
+    old, new = f"#!{source}/".encode(), f"#!{copied}/".encode()
+    for script in (copied / program).parent.iterdir():
         if script.is_symlink() or not script.is_file():
             continue
         status = script.stat()
@@ -325,7 +286,63 @@ def _point_scripts(partial: Path, package: Package, copied: Path) -> None:
         os.utime(script, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def hold(locks: list[int]) -> None:
+def _try_program(copied: Path, program: str) -> None:
+    """Raise StagingError if an environment's Python does not find its own packages in the copy."""
+    command = [str(copied / program), "-I", "-c", "import sys; print(sys.prefix)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StagingError(f"the copied Python cannot be started: {error}") from error
+    if done.stdout.strip() != str(copied):
+        output = (done.stderr or done.stdout).strip()[-200:]
+        raise StagingError(f"the copied Python does not work from {copied}: {output}")
+
+
+# --------------------------------------------------------------------------------------------------------- the program
+
+
+def main(arguments: list[str]) -> None:
+    """Copy what the request names, then hold the copies; or check copies."""
+    logs.setup("copying")
+    if arguments == ["check"]:
+        print(json.dumps(_whole(json.load(sys.stdin))))
+        return
+    request = CopyRequest.from_json(json.load(sys.stdin))
+    os.nice(request.nice)
+    folders = this_node.own_folders(request.stage_dir, os.environ)
+    copies: dict[str, str] = {}
+    problems: list[str] = []
+    damaged: list[str] = []
+    locks: list[int] = []
+    began, is_new = time.monotonic(), False
+    for package in request.packages:
+        try:
+            made = copy(package, folders)
+        except (StagingError, OSError) as error:
+            problems.append(f"{package.source}: {error}")
+            damaged += [package.key] if isinstance(error, DamagedPackageError) else []
+            continue
+        copies[package.source] = str(made.path)
+        locks.append(made.lock)
+        is_new |= made.is_new
+    took_s = time.monotonic() - began if is_new else 0.0
+    print(json.dumps({"copies": copies, "problems": problems, "damaged": damaged, "took_s": took_s}), flush=True)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # its end tells the agent that the answer is complete
+    if locks:
+        _hold(locks)
+
+
+def _whole(copies: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``copies`` that still have all their files."""
+    found = {}
+    for source, copy in copies.items():
+        folder = next(folder for folder in Path(copy).parents if folder.parent.name.startswith(OWN_FOLDER))
+        if is_whole(folder):
+            found[source] = copy
+    return found
+
+
+def _hold(locks: list[int]) -> None:
     """Become a small program that keeps the locks until the agent ends. This process dies with the agent."""
     for lock in locks:
         os.set_inheritable(lock, True)
@@ -333,3 +350,7 @@ def hold(locks: list[int]) -> None:
     while program is None:
         time.sleep(86_400)
     os.execv(program, ["sleep", "infinity"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

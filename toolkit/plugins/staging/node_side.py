@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import selectors
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,14 +12,15 @@ from toolkit.files.records import NUMBER, TEXT, ListOf, MapOf, Maybe, Record
 from toolkit.nodes.agent.helpers import Helpers, parsed
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import Processes
-from toolkit.slurm.network import listen
 
-COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.relay")
-CHECK_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.whole")
+COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.copying")
+CHECK_COMMAND = (*COPY_COMMAND, "check")
 #: Copies that were whole this recently are not looked at again. Cleaners come once a day.
 SEEN_FOR_S = 60.0
 #: A disk that does not answer within this time is not waited for.
 CHECK_S = 60.0
+#: A process that copies is started once more if it is killed.
+TRIES = 2
 _ANSWER = Record(
     {"copies": MapOf(TEXT), "problems": ListOf(TEXT), "damaged": Maybe(ListOf(TEXT)), "took_s": Maybe(NUMBER)}
 )
@@ -33,53 +31,33 @@ log = logs.get(__name__)
 class CopyKeeper:
     """Has copies made, and has an attempt use only those that are whole."""
 
-    def __init__(self, helpers: Helpers, processes: Processes, send: Callable[[Message], None], secret: bytes) -> None:
-        self._helpers, self._processes, self._send, self._secret = helpers, processes, send, secret
-        self._listening: socket.socket | None = None
-        self._relay: socket.socket | None = None  #: takes connections of other nodes
+    def __init__(self, helpers: Helpers, processes: Processes, send: Callable[[Message], None]) -> None:
+        self._helpers, self._processes, self._send = helpers, processes, send
         self._seen_whole = 0.0  #: when, by time.monotonic()
 
-    def listen(self, address: str) -> Message | None:
-        """Listen on ``address`` for nodes that take packages from this one; return the :class:`~.relay.NodeAddress`."""
-        with contextlib.suppress(OSError):  # without it they read the shared disk
-            if self._listening is None:
-                self._listening = listen(address)
-                self._listening.setblocking(False)
-                self._helpers.selector.register(self._listening, selectors.EVENT_READ, self._pass_on)
-            address, port = self._listening.getsockname()[:2]
-            return {"address": address, "port": port}
-        return None
-
-    def _pass_on(self) -> None:
-        """Give a connection to the process that copies; close it if there is none."""
-        assert self._listening is not None
-        with contextlib.suppress(OSError):
-            connection, _ = self._listening.accept()
-            with connection:
-                if self._relay is not None:
-                    socket.send_fds(self._relay, [b"c"], [connection.fileno()])
-
     def stage(self, order: Message) -> None:
-        """Copy packages to the node's own disk, from the nodes ``above``. Then send ``staged``.
-
-        What is started waits ``wait_s`` for that.
-        """
+        """Copy packages to the node's own disk, then send ``staged``. What is started waits ``wait_s`` for that."""
         if order["wait_s"]:
             self._processes.hold(order["wait_s"])
-        if self._relay is not None:
-            self._relay.close()
-        self._relay, channel = socket.socketpair()
-        self._relay.setblocking(False)
+        self._copy(json.dumps(order["request"]).encode(), TRIES)
 
-        def take(answer: Message) -> None:
-            channel.close()  # so connections are refused as soon as the process takes none
-            self._take(answer)
+    def _copy(self, request: bytes, tries: int) -> None:
+        """Copy in a separate process, which holds the copies until this one ends."""
 
-        given = {key: order[key] for key in ("request", "above", "is_above")}
-        given |= {"secret": self._secret.hex(), "channel": channel.fileno()}
-        start(self._helpers, given, take)
+        def take(text: bytes) -> None:
+            if not text and tries > 1:
+                log.warning("the copying to this node's disk has ended without an answer: trying again")
+                self._copy(request, tries - 1)
+                return
+            none = {"copies": {}, "problems": ["the copying was killed: see the agent's log"]}
+            self._use(parsed(text, _ANSWER) or none)
 
-    def _take(self, answer: Message) -> None:
+        try:
+            self._helpers.ask(COPY_COMMAND, take, request)
+        except OSError as error:
+            self._use({"copies": {}, "problems": [str(error)]})
+
+    def _use(self, answer: Message) -> None:
         self._seen_whole = time.monotonic()
         self._processes.use_copies(answer["copies"])
         self._send({"is": "staged", **answer})
@@ -110,22 +88,3 @@ class CopyKeeper:
         except OSError as error:
             log.warning("the copies cannot be checked: %s", error)
             take(b"")
-
-
-def start(helpers: Helpers, request: Message, take: Callable[[Message], None], tries: int = 2) -> None:
-    """Copy packages in a separate process. It holds the copies until this one ends; ``take`` gets its answer.
-
-    The process may be killed: then it is started once more. One that cannot be started is a problem in the answer.
-    """
-
-    def hear(text: bytes) -> None:
-        if not text and tries > 1:
-            log.warning("the copying to this node's disk has ended without an answer: trying again")
-            start(helpers, request, take, tries - 1)
-            return
-        take(parsed(text, _ANSWER) or {"copies": {}, "problems": ["the copying was killed: see the agent's log"]})
-
-    try:
-        helpers.ask(COPY_COMMAND, hear, json.dumps(request).encode(), pass_fds=[request["channel"]])
-    except OSError as error:
-        take({"copies": {}, "problems": [str(error)]})

@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from toolkit.base import fsio, trust
+from toolkit.base import fsio, this_node, trust
 from toolkit.base.errors import RequestError
 from toolkit.devices.kinds import GPU_FILES, GPU_FOLDERS
 from toolkit.files.json_record import FileRecord, JsonRecord
-from toolkit.plugins.staging import room
 
 #: A package that no job has used for this long is removed; of one source all but the newest after a day.
 UNUSED_S, REPLACED_S = 30 * 86_400.0, 86_400.0
 BLOCK_BYTES = 1 << 20
+#: The part of a disk that packages and copies leave free for others, and of available memory that copies may take.
+LEFT_FREE, MEMORY_SHARE = 0.05, 0.5
 #: Large files that an environment's copy only links to. Nothing reads them, or, on nodes without GPUs, nearly nothing.
 LARGE_BYTES = 16 << 20
 UNREAD_SUFFIXES = (".a", ".bc")
@@ -56,7 +57,6 @@ class Package(FileRecord):
     files: int  #: in what it becomes
     bytes: int
     program: str | None = None  #: of an environment: its Python, relative to the source
-    pack_s: float = 0.0
     mtime_ns: int = 0  #: of a file that is its own package
 
 
@@ -94,7 +94,7 @@ class _PackageEntry:
 def pack(source: PackageSource, request: PackRequest) -> Package:
     """Return the package of ``source``. It is made if there is none. Raises StagingError, OSError."""
     cache, path = Path(request.cache), Path(source.path)
-    entries = _entries_of(source, request)
+    entries = _entries(source, request)
     total = sum(entry.size for entry in entries)
     if request.most_bytes is not None and total > request.most_bytes:
         raise StagingError(
@@ -112,20 +112,34 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
         known = _make(source, request, entries, key, file)
         fsio.write_json(record, known.to_file())
     os.utime(record)  # its last use
-    # Remove packages that no job uses any more, and what a packer that was killed has left.
+    _remove_unused(cache, known)
+    return known
+
+
+def _remove_unused(cache: Path, used: Package) -> None:
+    """Remove packages that no job uses any more, and what a packer that was killed has left."""
     now = time.time()
-    for path in cache.glob("*.json"):
+    for path in cache.iterdir():
         with contextlib.suppress(OSError):
             age_s = now - path.stat().st_mtime
-            other = Package.read_or_none(path, []) if age_s > REPLACED_S and path.stem != known.key else None
-            if other is not None and (age_s > UNUSED_S or other.source == known.source):
+            if age_s <= REPLACED_S:
+                continue
+            if ".tmp-" in path.name:
                 path.unlink()
-                path.with_suffix(".tar").unlink(missing_ok=True)
-    for partial in cache.glob(".*.tmp-*"):
-        with contextlib.suppress(OSError):
-            if now - partial.stat().st_mtime > REPLACED_S:
-                partial.unlink()
-    return known
+            elif path.suffix == ".json" and path.stem != used.key:
+                other = Package.read_or_none(path, [])
+                if other is not None and (age_s > UNUSED_S or other.source == used.source):
+                    path.unlink()
+                    path.with_suffix(".tar").unlink(missing_ok=True)
+
+
+def room_bytes(folder: Path) -> int:
+    """Return how many bytes packages or copies may take in ``folder``."""
+    status = os.statvfs(folder)
+    room = int(status.f_bavail * status.f_frsize - LEFT_FREE * status.f_blocks * status.f_frsize)
+    if this_node.file_system(folder) in ("tmpfs", "ramfs"):
+        room = min(room, int(MEMORY_SHARE * this_node.available_bytes()))
+    return max(0, room)
 
 
 def refuse_cache_of_others(cache: Path) -> None:
@@ -158,21 +172,23 @@ def _key(source: PackageSource, entries: list[_PackageEntry]) -> str:
 # ---------------------------------------------------------------------------------------------------------- the source
 
 
-def _entries_of(source: PackageSource, request: PackRequest) -> list[_PackageEntry]:
-    return list(_entries(Path(source.path), None if source.program is None else request.has_gpus))
-
-
-def _entries(path: Path, has_gpus: bool | None) -> Iterator[_PackageEntry]:
-    """Yield what is in ``path``, which may be a file, in a fixed order. ``has_gpus`` is None for data."""
+def _entries(source: PackageSource, request: PackRequest) -> list[_PackageEntry]:
+    """Return what is in the source, which may be a file, in a fixed order."""
+    path, is_environment = Path(source.path), source.program is not None
     if not path.is_dir():
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise StagingError(f"{path} is neither a file nor a folder")
-        yield _PackageEntry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)
-        return
-    for entry in _walk(str(path), "", () if has_gpus is None else LINKED_FOLDERS):
-        is_linked = has_gpus is not None and _is_linked(entry, has_gpus)
-        yield _PackageEntry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name)) if is_linked else entry
+        return [_PackageEntry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)]
+    entries = list(_walk(str(path), "", LINKED_FOLDERS if is_environment else ()))
+    if not is_environment:
+        return entries
+    return [
+        _PackageEntry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name))
+        if _is_linked(entry, request.has_gpus)
+        else entry
+        for entry in entries
+    ]
 
 
 def _walk(folder: str, prefix: str, left_out: Collection[str]) -> Iterator[_PackageEntry]:
@@ -237,7 +253,7 @@ class SummedFile:
 
 
 def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEntry], key: str, file: Path) -> Package:
-    began, path = time.monotonic(), Path(source.path)
+    path = Path(source.path)
     is_archive = file != path
     if is_archive:
         # Another job may make the same package at this moment. The name tells the content: the later one replaces it.
@@ -262,19 +278,18 @@ def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEnt
         files=len(files),
         bytes=sum(entry.size for entry in files),
         program=source.program,
-        pack_s=round(time.monotonic() - began, 3),
         mtime_ns=0 if is_archive else entries[0].mtime_ns,
     )
 
 
 def _refuse_changed(source: PackageSource, request: PackRequest, key: str) -> None:
     """Raise StagingError if the source has another key by now. The package would have only a part of the change."""
-    if _key(source, _entries_of(source, request)) != key:
+    if _key(source, _entries(source, request)) != key:
         raise StagingError(f"{source.path} was changed while it was packed")
 
 
 def _write_archive(path: Path, entries: list[_PackageEntry], file: Path) -> SummedFile:
-    needed, free = sum(entry.size for entry in entries), room.room_bytes(file.parent)
+    needed, free = sum(entry.size for entry in entries), room_bytes(file.parent)
     if needed > free:
         raise StagingError(
             f"a package of {path} needs {fsio.size_text(needed)}, and {file.parent} has {fsio.size_text(free)}"

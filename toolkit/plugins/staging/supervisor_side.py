@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
@@ -44,8 +44,6 @@ COPY_BYTES_A_SECOND = 200e6
 #: In the background everything else comes first.
 BACKGROUND_NICE = 19
 LOOK_EVERY_S = 0.2
-#: Each node passes a package on to this many others.
-FAN_OUT = 2
 #: Ranks wait no longer for data, and with ``always`` for the environment: a disk of a node may hang.
 MOST_WAIT_S = 1800.0
 
@@ -80,26 +78,6 @@ def environment_source() -> PackageSource | None:
     return PackageSource(str(prefix), str(program.relative_to(prefix)))
 
 
-@dataclass
-class CopyOrder:
-    """An order to copy, with the tree by which nodes take packages from each other.
-
-    Each node gets the next place in the tree when the order is sent to it.
-    """
-
-    message: Message
-    places: list[Message | None] = field(default_factory=list)
-
-    def place(self, relay: Message | None) -> list[Message]:
-        """Give the next node its place, and return the nodes above it, the nearest first."""
-        place, above = len(self.places), list[Message | None]()
-        self.places.append(relay)
-        while place > 0:
-            place = (place - 1) // FAN_OUT
-            above.append(self.places[place])
-        return [node for node in above if node is not None]
-
-
 class NodeStaging(AgentUser):
     """Decides what is copied, and follows the copying. See the module. ``tell`` gets a line for each result."""
 
@@ -108,7 +86,6 @@ class NodeStaging(AgentUser):
     ) -> None:
         self._run, self._config, self._tell = run, config, tell
         self._launcher = launcher if isinstance(launcher, AgentLauncher) else None
-        self._all_hosts = allocation.hosts
         self._hosts = {*allocation.without(config.cluster.spare_nodes).hosts}
         self._has_gpus = allocation.gpus_per_node > 0
         self._cache = run.path.parent.parent / ".stage"
@@ -124,7 +101,7 @@ class NodeStaging(AgentUser):
         self._imported: dict[str, Message] = {}  #: by host
         self._copied: dict[str, Message] = {}
         self._lost: set[str] = set()
-        self._orders: list[CopyOrder] = []  #: also for agents that connect later
+        self._orders: list[Message] = []  #: also for agents that connect later
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
@@ -226,11 +203,9 @@ class NodeStaging(AgentUser):
 
         def send() -> None:
             if request.packages:
-                order = CopyOrder({"do": "stage", "request": request.to_json(), "wait_s": wait_s})
+                order = {"do": "stage", "request": request.to_json(), "wait_s": wait_s}
                 self._orders.append(order)
-                here = links.hosts
-                for host in [host for host in self._all_hosts if host in here]:
-                    self._send(order, host)
+                links.send_all(order)
             release_zygotes()
 
         links.call(send)
@@ -261,15 +236,9 @@ class NodeStaging(AgentUser):
     # -------------------------------------------------------------------------------------------- of the links' thread
 
     def agent_connected(self, host: str) -> None:
-        for order in self._orders:
-            self._send(order, host)
-
-    def _send(self, order: CopyOrder, host: str) -> None:
         assert self._launcher is not None
-        agents = self._launcher.agents
-        above = order.place(agents.described[host]["relay"])
-        is_above = len(order.places) * FAN_OUT - 1 < len(self._all_hosts)
-        agents.links.send(host, {**order.message, "above": above, "is_above": is_above})
+        for order in self._orders:
+            self._launcher.agents.links.send(host, order)
 
     def take_message(self, host: str, message: Message) -> None:
         if message["is"] == "imported":
