@@ -76,7 +76,7 @@ STRATEGIES = {
 }
 # fmt: on
 _COMMANDS = """cancel checkpoint compare completion data doctor env evaluate exec export follow gc generate init logs
-    new profile report resume resume-check rm run set shell stacks status stop submit supervise sweep sync tensorboard
+    new profile report resume resume-check rm run shell stacks status stop submit supervise sweep sync tensorboard
     watch why"""
 _IMAGES, _TOKENS = f"{_P}.formats.images.catalog", f"{_P}.formats.tokens.catalog"
 BUILT_IN: Mapping[Kind, Mapping[str, str]] = {

@@ -1,14 +1,11 @@
-"""Requests to running ranks, on this machine: their stacks, other values, a profile."""
+"""Requests to running ranks, on this machine: their stacks, a profile, a stop to go on with other values."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import math
-import os
 import re
-import shutil
-import signal
 import stat
 import subprocess
 from collections import Counter
@@ -19,7 +16,7 @@ import pytest
 
 from tests.dist.test_local_hangs import hangs_itself
 from tests.dist.test_local_hangs import start as start_hanging
-from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, start, the_run
+from tests.dist.test_local_runs import END_S, TOOLKIT, reached, start, the_run
 from tests.waiting import PATIENCE, wait_for
 from toolkit.checkpoint.folder import newest_step
 from toolkit.files.rundir import RunDir
@@ -74,64 +71,32 @@ LONG = [
 ]
 
 
-def set_values(env: dict[str, str], run: RunDir, *values: str) -> int:
-    """Set them, and return the step from which they hold."""
-    done = ask(env, "set", run.id, *values)
-    assert done.returncode == 0, done.stderr
-    said = re.fullmatch(rf"run {run.id}: {', '.join(values)} from step (\d+) on\n", done.stdout)
-    assert said is not None, done.stdout
-    return int(said[1])
-
-
 def rates(run: RunDir) -> dict[int, float]:
     """The learning rate that was logged after each step."""
     lines = map(json.loads, (run.tensorboard / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["train/lr"] for line in lines if "train/lr" in line}
 
 
-def test_set_values_hold_from_one_step_on_whatever_dies_bit_for_bit(env: dict[str, str], tmp_path: Path) -> None:
-    """The oracle is an undisturbed run with the same history of values from its start."""
+def test_after_a_stop_a_resume_goes_on_with_other_values(env: dict[str, str]) -> None:
     with start(env, *LONG, "cluster.tasks_per_node=3") as process:
         run = the_run(env)
         reached(run, 100)
-        first = set_values(env, run, "optim.lr=0.02", "train.log_every=7")
-        # Nothing is saved yet, so this goes back to before the step.
-        os.kill(ranks(env)[1], signal.SIGKILL)
-        reached_again(run, 2, first)
-        second = set_values(env, run, "checkpoint.every_steps=50", "optim.lr=0.03")
-        wait_for(lambda: newest_step(run.checkpoints), END_S, "a checkpoint")
-        os.kill(ranks(env)[0], signal.SIGKILL)
+        assert ask(env, "stop", run.id).returncode == 0
         out, _ = process.communicate(timeout=PATIENCE * END_S)
-    assert process.returncode == 0, out
-    assert [attempt.cause for attempt in run.attempts()] == ["crashed", "crashed", "completed"]
-    assert (run.attempts()[1].step_start, first < second) == (0, True)
+    assert (run.attempts()[-1].cause, run.status().state) == ("stopped", "stopped"), out
+    stopped = newest_step(run.checkpoints)
+    assert stopped is not None
+    done = ask(env, "resume", run.id, "--wait", "optim.lr=0.02", "train.log_every=7")
+    assert done.returncode == 0, done.stderr
+    assert "the learning rate" in done.stderr
+    assert run.attempts()[-1].step_start == stopped
     # The rate follows the schedule of the config from its peak, which is a function of the step.
     logged = rates(run)
-    assert {step % 20 for step in logged if step <= first} == {0}
-    assert all(step % 7 == 0 for step in logged if first < step < STEPS)
+    assert {step % 20 for step in logged if step <= stopped} == {0}
+    assert all(step % 7 == 0 for step in logged if stopped < step < STEPS)
     for step, rate in logged.items():
-        peak = 0.1 if step - 1 < first else 0.02 if step - 1 < second else 0.03
         fallen = 0.5 * (1 + math.cos(math.pi * (step - 1 - 20) / (STEPS - 20)))
-        assert step <= 20 or rate == pytest.approx(peak * fallen, rel=1e-5)
-    for words in (["status"], ["why"]):
-        assert f"since step {second}: optim.lr=0.03" in ask(env, *words, run.id).stdout
-
-    # The same history from the start.
-    other_env = {**env, "TOOLKIT_RUNS": str(tmp_path / "runs" / "other")}
-    with start(other_env, *LONG, "cluster.tasks_per_node=3") as process:
-        other = the_run(other_env)
-        shutil.copy(run.path / "changes.jsonl", other.path / "changes.jsonl")
-        out, _ = process.communicate(timeout=PATIENCE * END_S)
-    assert [attempt.cause for attempt in other.attempts()] == ["completed"], out
-    assert rates(other) == logged
-    last = str(STEPS)
-    done = ask(env, "checkpoint", "diff", str(run.path), last, last, "--with", str(other.path))
-    assert done.stdout == "identical: tensors, values and meta data\n", done.stderr
-
-
-def reached_again(run: RunDir, attempt: int, step: int) -> None:
-    """Wait until this attempt has passed ``step``."""
-    wait_for(lambda: run.status().attempt == attempt and run.step() > step, END_S, f"step {step} of attempt {attempt}")
+        assert step <= 20 or rate == pytest.approx((0.1 if step <= stopped else 0.02) * fallen, rel=1e-5)
 
 
 def test_a_profile_has_the_operators_of_its_steps_and_what_they_allocate(env: dict[str, str]) -> None:

@@ -59,11 +59,6 @@ PROVED = {
             "dist/test_resume_check.py::test_each_cure_is_missed"
         ],
     },
-    "docs/live.md": {
-        "same bits as one that was not killed": [
-            "dist/test_on_demand.py::test_set_values_hold_from_one_step_on_whatever_dies_bit_for_bit"
-        ]
-    },
 }
 #: Lines with such words that claim nothing of a resume, or what only a device or a site can show.
 OTHERS = {

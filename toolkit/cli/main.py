@@ -28,7 +28,7 @@ from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, PluginErro
 GROUPS = {
     "start runs": ("submit", "exec", "new", "sweep", "shell", "supervise", "run"),
     "look at runs": ("status", "watch", "follow", "logs", "why", "report", "compare", "tensorboard", "sync"),
-    "while a run trains": ("stacks", "profile", "set"),
+    "while a run trains": ("stacks", "profile"),
     "end runs, and go on": ("stop", "cancel", "resume", "rm", "gc"),
     "checkpoints and models": ("checkpoint", "evaluate", "generate", "export", "resume-check"),
     "this site": ("doctor", "init", "env", "data", "completion"),

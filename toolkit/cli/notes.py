@@ -9,7 +9,6 @@ from typing import Any
 from toolkit.base import hostlist
 from toolkit.base.durations import in_one_unit
 from toolkit.files.run_files import RunState, RunStatus, waits_until
-from toolkit.run.records import changes
 from toolkit.slurm import states
 
 #: States and reasons of jobs that Slurm does not start by itself.
@@ -41,7 +40,7 @@ def of(row: Mapping[str, Any]) -> list[str]:
     found += [f"node {host}: {what}" for host, what in row["ailing_nodes"].items()]
     found += [text] if not row["silent"] and (text := remark(row["stragglers"])) else []
     found += [text] if (text := loss_remark(row["metrics"])) else []
-    return found + changes.lines(row["changes"])
+    return found
 
 
 def waits_for(row: Mapping[str, Any]) -> str:

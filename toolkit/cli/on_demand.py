@@ -1,7 +1,4 @@
-"""Sends a request to a run's ranks and shows the answer.
-
-`toolkit stacks`, `set` and `profile` are such requests.
-"""
+"""Sends a request to a run's ranks and shows the answer. `toolkit stacks` and `profile` are such requests."""
 
 from __future__ import annotations
 

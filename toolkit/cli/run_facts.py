@@ -63,7 +63,6 @@ def facts(run: RunDir) -> dict[str, Any]:
         "ailing_nodes": status.ailing_nodes,
         "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
-        "changes": row["changes"],
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),

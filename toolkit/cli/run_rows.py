@@ -13,7 +13,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.run.records import changes, stop_request, submitted_run
+from toolkit.run.records import stop_request, submitted_run
 
 #: Processes are started to read this many runs. Of so many only the files that matter are read of an ended one.
 _MANY = 1000
@@ -86,7 +86,6 @@ def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
         "updated": status.updated,
         "ended": status.ended if result is not None else None,
         "why": result and result.why,
-        "changes": changes.rows(run, damage),
         "points": None,
         "damage": damage,
         "path": str(run.path),
@@ -149,7 +148,6 @@ EMPTY: Mapping[str, Any] = {
     "updated": None,
     "ended": None,
     "why": None,
-    "changes": [],
     "points": None,  # of a sweep's row: how many are in each state
     "damage": [],
     "path": "",

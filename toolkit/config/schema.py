@@ -326,10 +326,3 @@ def put(config: Any, parts: Sequence[str], value: Any) -> None:
         config[parts[-1]] = value
     else:
         setattr(config, parts[-1], value)
-
-
-def set_values(config: JobConfig, values: Mapping[str, Any]) -> None:
-    """Set ``values`` by key, all of them of ``changes.LIVE``."""
-    for key, value in values.items():
-        section, name = key.split(".")
-        setattr(getattr(config, section), name, value)

@@ -45,9 +45,6 @@ class Loop(Protocol):
     def saved_with(self) -> dict[str, Json]:
         """Return what the loop wants to find in ``Loaded.meta`` at a resume. Called on every rank; rank 0's is kept."""
 
-    def adopt(self, values: Mapping[str, Any]) -> None:
-        """Take other values of the config by key, those that `toolkit set` may change. Called between two steps."""
-
     def progress(self) -> dict[str, Any]:
         """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
 
@@ -66,7 +63,7 @@ class Lifecycle:
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
         self.sink = Sink()
-        self._on_request = parts.requests(session, self._adopt)
+        self._on_request = parts.requests(session)
         self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None
 
@@ -85,7 +82,6 @@ class Lifecycle:
     def open(self) -> Iterator[None]:
         """Open the metrics' files after :meth:`resume`; close them and the checkpoints at the end."""
         self._session.progress(step_start=self.step)
-        self._on_request.resume(self.step)
         sinks = build_sinks(self._session.run_dir, self._session.is_main, self._resumed)
         with closing(self._checkpoints), closing(sinks) as self.sink, closing(self._on_request):
             yield
@@ -114,7 +110,7 @@ class Lifecycle:
         Raises StoppedError with everything committed.
         """
         self._activity.phase = hang.AT_BOUNDARY
-        if self.step >= self._on_request.next_step:
+        if self._on_request.is_recording:
             self._on_request.pass_step(self.step)
         # Several requests may meet at one step: ask until the gate has none.
         while (kind := self._session.gate.boundary(self.step)) is not None:
@@ -127,12 +123,6 @@ class Lifecycle:
             if kind.startswith(stop_request.KIND):
                 self._on_request.carry_out(kind, self.step)
             self._activity.phase = hang.AT_BOUNDARY
-
-    def _adopt(self, values: Mapping[str, Any]) -> None:
-        self._loop.adopt(values)
-        if any(key.startswith("checkpoint.") for key in values):
-            self._checkpoints.saver.configure()
-            self._checkpoints.saver.set_timer()
 
     def stop(self) -> NoReturn:
         """Commit, and raise StoppedError. All ranks call it at one step.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
@@ -62,13 +61,11 @@ class Trainer:
         *,
         schedule: Callable[[int], Schedule],
         checkpoints: Checkpoints,
-        set_values: Callable[[Mapping[str, Any]], None] = lambda values: None,
-        rate_keys: Callable[[], Mapping[str, Any]] = dict,
+        rate_keys: Mapping[str, Any] | None = None,
     ) -> None:
         """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step.
 
-        ``set_values`` gives the job's config other values by key. After that ``schedule`` is called again.
-        ``rate_keys`` gives the values of the config that the rate follows from.
+        ``rate_keys`` are the values of the config that the rate follows from.
         """
         if loader.is_split:
             strategy.split_data()
@@ -83,8 +80,7 @@ class Trainer:
         self._checkpoints = checkpoints
         checkpoints.include(loader)  # also refuses ranks with different data sets, before the first step
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
-        self._schedule, self._set_values = partial(schedule, self._total), set_values
-        self._lr, self._rate_keys = self._schedule(), rate_keys
+        self._lr, self._rate_keys = schedule(self._total), rate_keys or {}
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
@@ -246,7 +242,7 @@ class Trainer:
     def _log_rate_change(self, saved: Mapping[str, Any]) -> None:
         """Say how the rate goes on, where it is not as the run would have gone on with its earlier config."""
         rate, run_id = self._lr(self._step), self._session.run_dir.name
-        change = rate_change(saved, self._step, rate, self._total, self._rate_keys(), run_id)
+        change = rate_change(saved, self._step, rate, self._total, self._rate_keys, run_id)
         if change is not None and self._session.is_main:
             log.log(INFO if change.is_asked else WARNING, "%s", change.text)
 
@@ -296,16 +292,11 @@ class Trainer:
             "skipped_steps": self._skipped.state(),
             "shares": None if self._balance is None else self._balance.state(),
             **self._not_finite.state(),
-            "learning_rate": rates_at(self._lr, self._step, self._rate_keys(), self._loader.dataset_size),
+            "learning_rate": rates_at(self._lr, self._step, self._rate_keys, self._loader.dataset_size),
         }
         if self._bad_samples is not None:
             self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept
-
-    def adopt(self, values: Mapping[str, Any]) -> None:
-        """See :class:`~toolkit.train.lifecycle.Loop`."""
-        self._set_values(values)
-        self._lr = self._schedule()
 
     def progress(self) -> dict[str, Any]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

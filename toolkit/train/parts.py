@@ -6,8 +6,7 @@ What carries out a key of the config raises what it raises. The rest only watche
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.base import fsio, trust
 from toolkit.base.best_effort import best_effort_part
@@ -78,11 +77,11 @@ def trace(session: Session) -> StepTrace | None:
     return start(os.environ[TRACE_VARIABLE], session, conditions(session))
 
 
-def requests(session: Session, adopt: Callable[[Mapping[str, Any]], None]) -> OnRequest:
-    """Return what carries out `toolkit set` and `toolkit profile`, between two steps."""
+def requests(session: Session) -> OnRequest:
+    """Return what carries out `toolkit profile`, between two steps."""
     from toolkit.train.on_request import OnRequest
 
-    return OnRequest(session, adopt)
+    return OnRequest(session)
 
 
 # ---------------------------------------------------------------------------------------- what watches and advises

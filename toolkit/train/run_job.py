@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, JobCodeError, OnePassError
-from toolkit.config import JobConfig, learning_rate, schema
+from toolkit.config import JobConfig, learning_rate
 from toolkit.data.datasets import Dataset
 from toolkit.data.loader import MakesLoader, build_loader, eval_batches
 from toolkit.data.randomness import apply_gpu_settings, generators_in, generators_of, include, prepare
@@ -86,8 +86,7 @@ def training_of(kind: type[Job], config: JobConfig, params: Any, session: Sessio
             loader,
             schedule=job.schedule,
             checkpoints=checkpoints,
-            set_values=partial(schema.set_values, config),
-            rate_keys=partial(learning_rate.keys_of, config),
+            rate_keys=learning_rate.keys_of(config),
         )
         return Training(job, strategy, trainer, partial(describe_run, config, sample), stack.pop_all().close)
 

@@ -74,12 +74,6 @@ class Saver:
         """
         self._write_files, self._background = write_files, False
 
-    def configure(self) -> None:
-        """Take the config's values again: some of them may have changed."""
-        self.checkpoints.keep = _keep(self._config)
-        if self.second is not None:
-            self.second.checkpoints.keep = self.checkpoints.keep
-
     def is_due(self, step: int) -> bool:
         """True if the run is to be saved after ``step`` steps."""
         intervals = (self._config.every_steps, self.checkpoints.keep.every)

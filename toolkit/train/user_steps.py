@@ -14,7 +14,7 @@ from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, NotFiniteError, StoppedError
 from toolkit.checkpoint.reader import Loaded
-from toolkit.config import JobConfig, dump_config, schema
+from toolkit.config import JobConfig, dump_config
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
@@ -264,10 +264,6 @@ class UserSteps:
                 "on another number of ranks all go on from the first one's",
                 positions,
             )
-
-    def adopt(self, values: Mapping[str, Any]) -> None:
-        """See :class:`~toolkit.train.lifecycle.Loop`."""
-        schema.set_values(self.config, values)
 
     def progress(self) -> dict[str, Any]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""

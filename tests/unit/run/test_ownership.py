@@ -40,8 +40,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.testing.fake_slurm import FakeSlurm, Sent
 from toolkit.run.job.nodes import Nodes, remembered
 from toolkit.run.job.slurm_job import JobFate
-from toolkit.run.records import changes, ownership, stop_request
-from toolkit.run.records.changes import Change
+from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import JobRequeue
@@ -260,17 +259,6 @@ def test_a_resume_uses_the_nodes_again_that_its_last_job_had_given_up(run: RunDi
     Nodes(run, allocation("1"), spare=0, allow_fewer=False).condemn("node1", "no answer")
     resume(run)
     assert remembered(run) == {}
-
-
-@pytest.mark.parametrize("override", ["optim.lr=0.1", "optim={lr: 0.1}"])
-def test_a_resume_ends_what_was_set_for_the_keys_that_it_gives(run: RunDir, slurm: FakeSlurm, override: str) -> None:
-    """0.1 is also the value of the run's config, which the value set since has replaced."""
-    assert main(["cancel", run.id]) == EXIT_DONE
-    resume(run, ["optim.lr=0.1"])
-    assert main(["cancel", run.id]) == EXIT_DONE
-    changes.append(run, Change(1.0, {"optim.lr": 0.2, "train.log_every": 3}, step=5))
-    resume(run, [override, "retry={max_failures: 9}"])
-    assert changes.in_force(changes.read(run)) == [(5, "train.log_every", 3)]
 
 
 def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:

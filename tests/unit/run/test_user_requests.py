@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunDir:
     return rundir.create("name", tmp_path)
 
 
-def request(wish: Wish = Wish.SET, **values: Any) -> UserRequest:
+def request(wish: Wish = Wish.PROFILE, **values: Any) -> UserRequest:
     return UserRequest(wish, time.time(), **values)
 
 

@@ -377,7 +377,7 @@ def test_a_save_by_time_at_a_step_that_is_saved_starts_the_clock_anew() -> None:
     lifecycle: Any = Lifecycle.__new__(Lifecycle)
     lifecycle.step = lifecycle._saved = 40
     lifecycle._activity = SimpleNamespace(phase=0)
-    lifecycle._on_request = SimpleNamespace(next_step=99)
+    lifecycle._on_request = SimpleNamespace(is_recording=False)
     gate = SimpleNamespace(boundary=lambda step: asked.pop() if asked else None)
     lifecycle._session = SimpleNamespace(gate=gate)
     saver = SimpleNamespace(set_timer=lambda: started.append("timer"))
@@ -584,8 +584,7 @@ def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other
 
 
 def test_a_step_that_is_to_be_kept_is_saved(checkpoints: Checkpoints) -> None:
-    checkpoints.saver._config.keep_every = 15
-    checkpoints.saver.configure()
+    checkpoints.saver.checkpoints.keep = Keep(every=15)
     assert [step for step in range(1, 31) if checkpoints.saver.is_due(step)] == [10, 15, 20, 30]
 
 

@@ -159,7 +159,6 @@ def _comparable(facts: ReportFacts) -> dict[str, Any]:
         **{f"result {name}": value for name, value in sorted(facts.figures["metrics"].items())},
         **{f"version of {name}": version for name, version in facts.versions.items()},
         **{f"config {key}": value for key, value in facts.config.items()},
-        **{f"config {row['key']} since step {row['step']}": row["value"] for row in facts.told["changes"]},
     }
 
 

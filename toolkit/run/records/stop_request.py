@@ -13,18 +13,15 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError
 from toolkit.files import records
 from toolkit.files.json_record import FileRecord, JsonRecord
-from toolkit.files.records import Leaf
 from toolkit.files.run_files import Moment, RunState
 from toolkit.files.rundir import RunDir
 
@@ -84,15 +81,11 @@ LONGEST_WAIT_S = 3600.0
 KIND = "request "
 _NAME = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.json")
 
-#: A value of the config that is no section.
-Plain: TypeAlias = Annotated[Any, Leaf("a value", lambda value: value is None or isinstance(value, (int, float, str)))]
-
 
 class Wish(StrEnum):
     """What can be asked for."""
 
     STACKS = "stacks"
-    SET = "set"
     PROFILE = "profile"
 
 
@@ -105,7 +98,6 @@ class UserRequest(FileRecord):
     rank: int = 0  #: of a profile
     steps: int = 0  #: of a profile
     memory: bool = False  #: of a profile
-    values: Mapping[str, Plain] = field(default_factory=dict)  #: to set, by dotted key
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ class Answer(FileRecord):
 
     refused: str | None = None  #: why nothing was done
     attempt: int | None = None
-    step: int | None = None  #: the first step with the new values, or of the profile
+    step: int | None = None  #: the first one of the profile
     steps: int | None = None  #: that were profiled
     files: tuple[str, ...] = ()  #: that were written
     groups: tuple[StackGroup, ...] = ()

@@ -8,19 +8,15 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-from yaml import MappingNode
 
 from toolkit import config as configs
 from toolkit.base import fsio, secret_values
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError
 from toolkit.checkpoint.folder import CheckpointFolder, committed
 from toolkit.config import JobConfig
-from toolkit.config.layers import override_layer
 from toolkit.config.learning_rate import RateChange, rate_change_by
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
@@ -30,7 +26,7 @@ from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import absolute, check_submittable, refuse_unfit
 from toolkit.run.prepare.run_keys import acting_on
-from toolkit.run.records import changes, ownership, run_config, stop_request
+from toolkit.run.records import ownership, stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run, attach
 from toolkit.slurm.commands import Slurm
@@ -64,10 +60,7 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.
-    kept = [
-        run.path / name
-        for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json", "changes.jsonl")
-    ]
+    kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
     number, taken = ownership.take(run, before), None
     # sbatch may hang until another submission, which takes this one for dead, has the run. Then the files are its own.
     try:
@@ -77,9 +70,6 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
             taken = ownership.submit_as(run, chosen, number)
             if overrides or code:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
-                # A new value ends what `toolkit set` has given its key.
-                given = _given_keys(overrides)
-                changes.end_by_resume(run, {key: configs.value_of(config, key) for key in changes.LIVE if key in given})
             stop_request.clear(run)
             nodes.forget(run)
             run.clear_result()
@@ -107,16 +97,6 @@ def _project(run: RunDir) -> Path:
             f"in {run.code / 'SNAPSHOT.json'}): put it back, or submit a new run"
         )
     return project
-
-
-def _given_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that arguments give, as in ``optim.lr=1`` or ``optim={lr: 1}``."""
-    keys = set()
-    for layer in map(override_layer, overrides):
-        for section, (_, node) in layer.pairs(layer.root).items():
-            if isinstance(node, MappingNode):
-                keys |= {f"{section}.{name}" for name in layer.pairs(node)}
-    return keys
 
 
 def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
@@ -187,6 +167,6 @@ def saved_rates(run: RunDir) -> tuple[int, Any]:
 def changed_rate(run: RunDir, step: int, saved: Any) -> RateChange | None:
     """Return what is to be said of the rate with which the resumed ``run`` goes on from ``saved``, if anything."""
     try:
-        return rate_change_by(saved, step, run_config.in_force(run), run.id)
+        return rate_change_by(saved, step, configs.load_config(run.config, site=False), run.id)
     except (ConfigError, KeyError, TypeError, AttributeError):  # another version of the toolkit kept it
         return None

@@ -18,7 +18,6 @@ from toolkit.metrics import goodput, start_up
 from toolkit.plugins.node_watch import efficiency
 from toolkit.plugins.report.why.diagnosis import cause_or_exception
 from toolkit.run.attempt.facts import Cause
-from toolkit.run.records import changes
 
 #: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
@@ -49,7 +48,6 @@ def page(told: dict[str, Any], *, whole: bool) -> str:
         lines.append(f"steps lost: {lost} (reached step {reached})" if lost else f"reached step: {reached}")
     if whole and (time_told := goodput.sentence(told["goodput"])):
         lines.append(f"time: {time_told}")
-    lines += changes.lines(told["changes"])
     lines += [f"staging: {line}" for line in told["staging"]]
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
