@@ -60,7 +60,7 @@ Read: TypeAlias = Callable[[Reader], tuple[Batches, Any]]
 
 
 def write(folder: Path) -> None:
-    """Write sample i, the number i, to Parquet files, tars and MDS shards."""
+    """Write sample i, the number i, to Parquet files, tars and shards of MosaicML."""
     pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
     ids = [list(range(file, SAMPLES, FILES)) for file in range(FILES)]
     (folder / "parquet").mkdir()
@@ -173,7 +173,7 @@ READERS: dict[str, dict[str, Read]] = {
         "webdataset, resampled": partial(webdataset, resampled=True),
         "webdataset, skips what was read": partial(webdataset, resampled=False),
     },
-    "mosaicml-streaming": {"toolkit, MDS": partial(ours, kind="mds"), "mosaicml-streaming": streaming},
+    "mosaicml-streaming": {"mosaicml-streaming": streaming},
 }
 
 

@@ -79,14 +79,6 @@ def write_tars(folder: Path, mib: int) -> None:
                 archive.addfile(member, io.BytesIO(sample))
 
 
-def write_mds(folder: Path, mib: int) -> None:
-    writer: Any = import_module("streaming").MDSWriter(out=str(folder), columns={"raw": "bytes"})
-    with writer:
-        for _, samples in contents(mib):
-            for sample in samples:
-                writer.write({"raw": sample})
-
-
 def write_tokens(folder: Path, mib: int) -> None:
     for file, samples in contents(mib):
         (folder / f"tokens-{file:05d}.bin").write_bytes(b"".join(samples) + b"\0\0")
@@ -139,23 +131,10 @@ def webdataset(folder: Path) -> Iterator[int]:
         yield sum(map(len, raw))
 
 
-def streaming(folder: Path) -> Iterator[int]:
-    data: Any = import_module("streaming").StreamingDataset(
-        local=str(folder), shuffle=True, batch_size=BATCH, shuffle_seed=0
-    )
-    size = 0
-    for number, sample in enumerate(data, 1):
-        size += len(sample["raw"])
-        if number % BATCH == 0:
-            yield size
-            size = 0
-
-
 #: Kind of shards, what writes them, and who reads them.
 KINDS: dict[str, tuple[Callable[[Path, int], None], dict[str, Epoch]]] = {
     "parquet": (write_parquet, {"ours": ours, "datasets, streamed": hugging_face, "pyarrow, in order": arrow}),
     "tar": (write_tars, {"ours": ours, "webdataset": webdataset}),
-    "mds": (write_mds, {"ours": ours, "streaming": streaming}),
     "bin": (write_tokens, {"ours": our_windows}),
 }
 

@@ -1,10 +1,8 @@
-"""Tars, MDS shards and token files as data sets with an index. The oracles are tarfile, numpy and MosaicML's writer."""
+"""Tars and token files as data sets with an index. The oracles are tarfile and numpy."""
 
 from __future__ import annotations
 
 import io
-import json
-import shutil
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -17,14 +15,11 @@ import torch
 
 from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.data.loader import Loader
-from toolkit.data.workers import stacked
 from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.dataset import ShardedData
-from toolkit.plugins.formats.shards.mds import decoded
 from toolkit.plugins.formats.shards.raw_tokens import RawTokens
 from toolkit.ranks.batch import Share
 
-MDS = Path(__file__).parent / "mds"  # written by streaming 0.13's MDSWriter: 20 samples in three shards
 TAR_SAMPLES = 60
 
 
@@ -162,70 +157,6 @@ def test_an_error_of_a_transform_names_the_member(tars: Path) -> None:
         Loader(data, **given).at(0)
     batch = Loader(data, max_bad_samples=1, **given).at(0)
     assert [bad.index for bad in batch.bad] == [2]
-
-
-# ---------------------------------------------------------------------------------------------------------------- MDS
-
-
-def mds_sample(i: int) -> dict[str, Any]:
-    return {
-        "id": i,
-        "name": f"sample {i}",
-        "x": [0.0, float(i), float(2 * i)],
-        "y": list(range(1 + i % 3)),
-        "z": [[float(i)] * (1 + i % 2)] * 2,
-        "raw": bytes([i]) * (i % 4),
-        "b": i,
-        "j": {"i": i},
-    }
-
-
-def test_every_sample_of_mds_is_what_was_written_by_mosaicml() -> None:
-    data = ShardedData(MDS)
-    assert len(data) == 20
-    found = [data[i] for i in range(20)]
-    plain = [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in sample.items()} for sample in found]
-    assert plain == [mds_sample(i) for i in range(20)]
-    dtypes = {name: value.dtype for name, value in found[0].items() if isinstance(value, torch.Tensor)}
-    assert dtypes == {
-        "id": torch.int64, "x": torch.float32, "y": torch.int16, "z": torch.float64, "b": torch.uint8
-    }  # fmt: skip
-
-
-def test_a_batch_of_mds_is_the_stack_of_its_samples() -> None:
-    data = ShardedData(MDS, columns=["x", "id", "name"])
-    batch, samples = data.batch(np.array([19, 0, 7])), stacked([data[i] for i in (19, 0, 7)])
-    assert torch.equal(batch["x"], samples["x"])
-    assert batch["id"].tolist() == [19, 0, 7]
-    assert batch["name"] == ["sample 19", "sample 0", "sample 7"]
-
-
-def test_shards_of_mds_that_do_not_fit_their_index_are_named(tmp_path: Path) -> None:
-    shutil.copytree(MDS, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "shard.00001.mds"
-    content = path.read_bytes()
-    path.unlink()
-    refused(tmp_path, f"{path}: is listed in {tmp_path / 'index.json'}, and not there")
-    path.write_bytes(content[:-1])
-    refused(tmp_path, f"{path}: its samples cannot be counted", "it is cut off, or no MDS shard")
-    path.write_bytes((tmp_path / "shard.00000.mds").read_bytes())
-    refused(tmp_path, f"{path}: has 1186 bytes, and index.json says 1111")
-    (tmp_path / "index.json").write_text("{")
-    refused(tmp_path, "index.json: is damaged")
-
-
-def test_a_column_of_mds_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    config = json.dumps({"column_names": ["a"], "column_encodings": ["pkl"], "column_sizes": [None]}).encode()
-    head = np.array([0, 8 + len(config)], np.uint32).tobytes() + config
-    (tmp_path / "shard.00000.mds").write_bytes(head)
-    one = np.array([1, 12 + len(config), 12 + len(config) + 5], np.uint32).tobytes() + config + b"\1\0\0\0N"
-    (tmp_path / "shard.00001.mds").write_bytes(one)
-    refused(tmp_path, "column 'a' cannot be read: its encoding is pkl, and reading it would run code")
-
-
-def test_bytes_that_do_not_fit_an_array_are_refused() -> None:
-    with pytest.raises(ValueError):
-        decoded("ndarray:float32:3", b"\0" * 11)
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens

@@ -19,12 +19,11 @@ from toolkit.data.sampler import BatchPart, Order
 from toolkit.data.workers import stacked
 from toolkit.plugins.formats.shards.blocks import BlockOrder, BlockReader
 from toolkit.plugins.formats.shards.index import REFUSED, OpenBlock, ShardFormat, ShardIndex, index_of, shard_names
-from toolkit.plugins.formats.shards.mds import MdsFormat
 from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.plugins.formats.shards.tar import TarFormat
 
 #: The kinds of files, in the order in which a folder is searched for them.
-FORMATS: tuple[type[ShardFormat], ...] = (ParquetFormat, MdsFormat, TarFormat)
+FORMATS: tuple[type[ShardFormat], ...] = (ParquetFormat, TarFormat)
 #: Lanes of an order; see blocks.py.
 LANES = 32
 

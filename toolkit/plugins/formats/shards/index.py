@@ -331,7 +331,10 @@ class RunsFormat:
         return [(begin, end - begin)]
 
     def read(self, owner: object, path: Path, begin: int, end: int) -> memoryview:
-        """Return the bytes from ``begin`` to ``end``, valid while ``owner`` lives. Raises ValueError as ``read``."""
+        """Return the bytes from ``begin`` to ``end``, valid while ``owner`` lives.
+
+        Raises ValueError if the file is shorter.
+        """
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -362,13 +365,6 @@ def digest_of(path: Path, *more: bytes) -> str:
             file.seek(last * number // (PIECES - 1))
             pieces.append(file.read(PIECE_BYTES))
     return crc([*pieces, *more])
-
-
-def read(path: Path, begin: int, end: int) -> bytes:
-    """Return the bytes from ``begin`` to ``end``. Raises ValueError if the file is shorter."""
-    content = bytearray(end - begin)
-    _read_into(memoryview(content), path, begin)
-    return bytes(content)
 
 
 def _read_into(content: memoryview, path: Path, begin: int) -> None:
