@@ -93,8 +93,6 @@ def test_values_are_a_config_and_may_extend_a_file(project: Path) -> None:
         dry_run({"job": "api_main.py", "optim": {"lrr": 1}}, executor="local")
     with pytest.raises(toolkit.ConfigError, match=r"extends: takes the name of one file, not \['base.yaml'\]"):
         dry_run({"extends": ["base.yaml"]}, executor="local")
-    with pytest.raises(toolkit.ConfigError, match=r"unknown key 'base'; .* extends: FILE"):
-        dry_run({"base": "base.yaml"}, executor="local")
 
 
 @pytest.mark.parametrize("what", [None, 3, ["base.yaml"]])

@@ -393,8 +393,6 @@ _NO_ENVIRONMENT = (
 _MOST_LEVELS = 20
 #: Numbers below these keys keep their text, for a program to read: 0755 and 1.10 keep their zeros.
 _AS_WRITTEN = ("cluster.extra.", "args.")
-#: What others call ``extends``.
-_NAMES_OF_EXTENDS = ("base", "_base_", "defaults", "include", "inherits")
 
 
 def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dict[str, Any]:
@@ -411,8 +409,6 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
     for key, (key_node, value) in layer.pairs(node).items():
         full = f"{prefix}{key}"
         if key not in valid:
-            if full in _NAMES_OF_EXTENDS:
-                raise layer.error(key_node, f"unknown key {full!r}; what names the config below this is extends: FILE")
             # Likeliest is a key misspelled in this section, of this name in another, or the job's own.
             hints, has_keys = hints_of(schema), isinstance(value, MappingNode)
             here = [
