@@ -25,7 +25,6 @@ from toolkit.run.submission.handle import Run
 from toolkit.slurm.jobs import JobStatus
 
 FOLDER = {"visible_s": 0.002, "torn": 0.0, "lock_held": 1.0, "mtime_ahead_s": 0.01}
-FIGURES = {"latency_us": 20.0, "bus_gb_s": 11.5}
 
 
 class Trial:
@@ -44,8 +43,10 @@ class Trial:
         self.slurm.start(self.job)
         self.dir.write_status(RunStatus(attempt=1))
 
-    def measure(self, *hosts: str, folder: Mapping[str, float] = FOLDER, follower: str = "77") -> None:
-        record = Measured("gloo", hosts or ("a", "b"), ("eth0", "eth0"), follower, "", FIGURES, folder)
+    def measure(
+        self, *hosts: str, folder: Mapping[str, float] = FOLDER, follower: str = "77", is_summed: bool = True
+    ) -> None:
+        record = Measured("gloo", hosts or ("a", "b"), ("eth0", "eth0"), follower, "", is_summed, folder)
         fsio.write_json(self.dir.path / MEASURED, record.to_file())
 
     def attempt(self, number: int, job: str, start: int, end: int, began: float) -> None:
@@ -97,7 +98,7 @@ def test_a_site_that_keeps_its_promises_has_them_all_proven(trial: Trial) -> Non
     proofs = trial.proofs()
     assert {each.is_proven for each in proofs.values()} == {True}
     assert proofs["coming back"].text == "requeued; started again after 7 s"
-    assert proofs["all-reduce"].text == "20 us for 8 B, 11.50 GB/s bus for 16 MiB"
+    assert proofs["all-reduce"].text == "the sum of 16 MiB is right on all ranks"
     assert [(sent.signal, sent.batch) for sent in trial.slurm.sent] == [("USR2", True)]
 
 
@@ -118,6 +119,12 @@ def test_what_a_shared_folder_does_wrong_is_named(
     proofs = trial.proofs()
     assert [each.name for each in proofs.values() if each.is_proven is False] == [name]
     assert proofs[name].text == words
+
+
+def test_a_wrong_sum_over_the_ranks_is_a_failure(trial: Trial) -> None:
+    play_well(trial)
+    trial.measure(is_summed=False)
+    assert [each.name for each in trial.proofs().values() if each.is_proven is False] == ["all-reduce"]
 
 
 def test_a_run_that_comes_back_in_another_job_says_so(trial: Trial) -> None:

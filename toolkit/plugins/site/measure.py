@@ -1,4 +1,4 @@
-"""Measures a site by ranks on its nodes: all-reduces, and a shared folder.
+"""Tries a site out by ranks on its nodes: an all-reduce, and a shared folder.
 
 Every rank calls each function in the same order. In the folder rank 0 writes and the last rank reads. They are on two
 nodes if there are two.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,7 @@ import torch.distributed as dist
 
 from toolkit.base import fsio
 
-SMALL_BYTES, LARGE_BYTES = 8, 16 * 2**20
-SMALL_ROUNDS, LARGE_ROUNDS = 50, 5
+REDUCED_BYTES = 16 * 2**20
 #: Files that are written by one rank and awaited by another, and how long each is awaited.
 FILES, WAIT_S = 20, 30.0
 #: A file that one rank replaces while another reads it.
@@ -31,33 +29,11 @@ def backend() -> str:
     return str(dist.get_backend())
 
 
-def all_reduce(device: torch.device) -> dict[str, float]:
-    """Return the latency of a small all-reduce, and the bus bandwidth of a large one.
-
-    The latency is in microseconds. The bus bandwidth, in GB/s (10^9), is that of nccl-tests: bytes times 2 (n - 1) / n,
-    divided by the seconds of the slowest rank.
-    """
-    count = dist.get_world_size()
-    small_s = _median_s(SMALL_BYTES, SMALL_ROUNDS, device)
-    large_s = _median_s(LARGE_BYTES, LARGE_ROUNDS, device)
-    figures = torch.tensor([small_s, large_s], dtype=torch.float64).to(device, torch.float32)
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    small_s, large_s = figures.tolist()
-    return {"latency_us": small_s * 1e6, "bus_gb_s": LARGE_BYTES * 2 * (count - 1) / count / large_s / 1e9}
-
-
-def _median_s(size: int, rounds: int, device: torch.device) -> float:
-    values = torch.zeros(size // 4, device=device)
-    times = []
-    for number in range(rounds + 2):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(values)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        if number >= 2:  # the first rounds open connections
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
+def all_reduce(device: torch.device) -> bool:
+    """True if an all-reduce of 16 MiB gives the sum over all ranks."""
+    values = torch.ones(REDUCED_BYTES // 4, device=device)
+    dist.all_reduce(values)
+    return bool((values == dist.get_world_size()).all())
 
 
 def shared_folder(folder: Path) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Measured(FileRecord):
     interfaces: tuple[str, ...]
     follow_up: str | None = None
     refusal: str = ""
-    all_reduce: Mapping[str, float] = field(default_factory=dict)
+    all_reduce: bool = False  #: the sum over all ranks was right on each
     folder: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -66,13 +66,13 @@ def _measure(run: Any) -> None:
     scratch = run.dir / SCRATCH
     if run.rank == 0:
         fsio.make_dir(scratch)
-    figures = measure.all_reduce(run.device)
+    is_summed = all(run.gather(measure.all_reduce(run.device)))
     folder = run.gather(measure.shared_folder(scratch) if run.world_size > 1 else {})[-1]
     hosts = run.gather(socket.gethostname())
     interfaces = run.gather(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if run.rank == 0:
         job, refusal = submit_follower(run.dir, os.environ["SLURM_JOB_ID"], len({*hosts}))
-        record = Measured(measure.backend(), tuple(hosts), tuple(interfaces), job, refusal, figures, folder)
+        record = Measured(measure.backend(), tuple(hosts), tuple(interfaces), job, refusal, is_summed, folder)
         fsio.write_json(run.dir / MEASURED, record.to_file())
 
 
