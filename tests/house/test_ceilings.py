@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 73_604,
-    "files of toolkit/": 408,
-    "classes of toolkit/": 668,
-    "functions of toolkit/": 5082,
-    "lines of the core": 47_854,  # 3 more: a log on a disk that is away does not end --follow
-    "files of the core": 270,
-    "lines of plugins": 25_750,
-    "files of plugins": 138,
+    "lines of toolkit/": 72_706,
+    "files of toolkit/": 401,
+    "classes of toolkit/": 658,
+    "functions of toolkit/": 5017,
+    "lines of the core": 47_507,  # 3 more: a log on a disk that is away does not end --follow
+    "files of the core": 267,
+    "lines of plugins": 25_199,
+    "files of plugins": 134,
     "hooks": 0,
-    "lines of tests/": 85_579,  # 17 more: two tests of what guards had caught, a pattern
-    "tests' setattr of a constant": 143,
-    "words of docs": 75_709,
+    "lines of tests/": 84_668,  # 17 more: two tests of what guards had caught, a pattern
+    "tests' setattr of a constant": 142,
+    "words of docs": 74_785,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")
