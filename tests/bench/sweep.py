@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The second submission must find all points in the record, and send none.
         timed("the same again: nothing new", lambda: submission.submit(asked, ROOT, "slurm", slurm), times)
         queue = SharedQueue(slurm, None)
-        look = partial(states.standings, sent.sweep, queue.show_jobs, show.status_rows, [])
+        look = partial(states.standings, sent.sweep, queue.show_jobs, show.status_rows)
         found = timed("status of all, in the queue", look, times)
         (Path(folder) / "submitit").mkdir()
         timed("the files of as many tasks, by submitit", lambda: with_submitit(count, Path(folder) / "submitit"), times)

@@ -185,6 +185,6 @@ def test_a_sweep_is_retried_in_the_folder_in_which_it_was_submitted(
     sent = submission.submit(asked, project, "slurm", slurm)
     monkeypatch.chdir(tmp_path)
     slurm.cancel(f"{sent.jobs[0]}_0")
-    found = standings(sent.sweep, SharedQueue(slurm, None).show_jobs, show.status_rows, [])
+    found = standings(sent.sweep, SharedQueue(slurm, None).show_jobs, show.status_rows)
     assert len(again.retry(sent.sweep, [each for each in found if each.is_to_retry], slurm)) == 1
     assert started_in == [project, project]

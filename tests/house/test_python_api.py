@@ -54,11 +54,11 @@ def test_metrics_are_a_frame_where_pandas_is_installed(run: Run, monkeypatch: py
     ]
 
 
-def test_a_damaged_line_of_metrics_is_left_out_and_named_in_the_log(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_of_metrics_that_cannot_be_read_is_left_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     with (run.dir.tensorboard / "metrics.jsonl").open("a") as file:
         file.write("\0\0\n")
     assert run.metrics()["step"].tolist() == [20, 40]
-    assert "is damaged and left out" in caplog.text
+    assert "cannot be read and is left out" in caplog.text
 
 
 def test_checkpoints_are_those_that_are_committed(run: Run) -> None:

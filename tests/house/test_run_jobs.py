@@ -22,7 +22,7 @@ from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.sweep.states import standings
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.records import ownership, stop_request, submitted_run
+from toolkit.run.records import stop_request, submitted_run
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
@@ -87,7 +87,7 @@ def allocation(job: str, cluster: str = "alpha") -> Allocation:
 def train(run: RunDir, slurm: FakeSlurm, job: str, cluster: str = "alpha", age_s: float = 0.0) -> Claim:
     """Have the job take the run and train it. Its status is ``age_s`` old."""
     slurm.start(job)
-    owner = ownership.read(run)
+    owner = run.owner()
     claim = Claim.of_job(run, allocation(job, cluster), None if owner is None else owner.token)
     status = RunStatus(RunState.RUNNING, job_id=job, cluster=cluster, restart_count=0, attempt=1)
     run.write_status(status.replace(updated=time.time() - age_s))
@@ -138,7 +138,7 @@ def test_a_run_that_another_cluster_trains_is_resumed_here_when_its_status_is_ol
     # Its job was killed, and five minutes have passed.
     run.write_status(run.status().replace(updated=time.time() - 301))
     sent = resume(run)
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     assert (sent.job_now, owner.cluster, claim.holds()) == ("1", "beta", False)
     assert not sent.is_over()
@@ -161,8 +161,8 @@ def test_a_listing_believes_no_answer_about_another_clusters_number(site: Site) 
     site.go("beta")
     second = send()
     first_row, second_row = show.status_rows([first, second])
-    assert (first_row["job_id"], first_row["cluster"], first_row["slurm"]) == ("1", "alpha", None)
-    assert (second_row["job_id"], second_row["cluster"], second_row["slurm"]) == ("1", "beta", "PENDING")
+    assert (first_row.job_id, first_row.cluster, first_row.slurm) == ("1", "alpha", None)
+    assert (second_row.job_id, second_row.cluster, second_row.slurm) == ("1", "beta", "PENDING")
     site.slurm.cancel("1")
     site.slurm.advance(60)
     assert not attach(first).is_over()
@@ -204,11 +204,11 @@ def test_a_number_that_is_given_again_is_another_job(site: Site, script: str) ->
     slurm = site.install_anew("alpha")
     if script == "of another run":
         other = send()
-        assert show.status_rows([other])[0]["slurm"] == "PENDING"
+        assert show.status_rows([other])[0].slurm == "PENDING"
     else:
         slurm.sbatch([script])
     slurm.start("1")
-    assert show.status_rows([run])[0]["state"] == "running? (silent)"
+    assert show.status_rows([run])[0].state == "running? (silent)"
     assert attach(run).is_over()
     assert main(["cancel", run.id]) == EXIT_DONE
     assert (states(slurm), slurm.sent) == ({"1": "RUNNING"}, [])
@@ -262,7 +262,7 @@ def test_a_copy_of_a_run_has_no_job(
     assert not attach(run).is_over()
     assert attach(copy).is_over()
     copy.write_status(copy.status().replace(updated=1.0))
-    assert show.status_rows([copy])[0]["state"] == "lost"
+    assert show.status_rows([copy])[0].state == "lost"
     # Both advices, literally.
     assert main(["cancel", str(copy.path), "--gone"]) == EXIT_DONE
     assert (copy.result().state, run.result()) == (RunState.CANCELLED, None)
@@ -305,7 +305,7 @@ def test_elements_of_an_array_are_told_from_others_of_the_same_number(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def look() -> list[Any]:
-        return standings(sweep, site.slurm.show_jobs, show.status_rows, [])
+        return standings(sweep, site.slurm.show_jobs, show.status_rows)
 
     request = read("own.yaml", ["train.seed=0..1"], Options())
     sweep = sweeps.submit(request, Path.cwd(), "slurm", site.slurm).sweep

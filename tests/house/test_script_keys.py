@@ -274,7 +274,7 @@ def test_a_run_shows_and_changes_only_what_acts_on_it(project: Path, monkeypatch
     write(train=START + "print(run.config.optim.lr)", job="import toolkit\nclass A(toolkit.Job): ...")
     run = new_run(load("train.py", ["optim.lr=0.5"], project), project)
     write(train="changed = True")
-    for values in (read_config(run), shown_values(run, [])[0]):
+    for values in (read_config(run), shown_values(run)[0]):
         assert {"optim.lr", "train.seed", "cluster.nodes"} <= values.keys()
         assert values.keys().isdisjoint({"optim.momentum", "data.workers", "train.epochs"})
     assert "train.epochs" in read_config(new_run(load("job.py", [], project), project))

@@ -15,7 +15,6 @@ import sys
 import termios
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -147,7 +146,7 @@ def test_a_followed_run_and_the_screen_of_watch_are_visible(
     assert is_harmless(capsys.readouterr().out)
     drawn = io.StringIO()
     monkeypatch.setattr(sys, "stdout", VisibleStream(drawn))
-    rows: list[dict[str, Any]] = show.status_rows([run])
+    rows = show.status_rows([run])
     terminal.console(width=200, highlight=False).print(watch.picture(rows, (), 200, 20))
     assert is_harmless(drawn.getvalue())
 

@@ -273,7 +273,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     # resumed, taken away again, and its follow-up job cancelled: the run says what to do
     site.run("toolkit", "resume", run.id)
     wait_for(lambda: run.status().attempt == 3, END_S, "attempt 3")
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     site.run("scancel", owner.follow_ups[0])
     site.preempt(seconds=1)

@@ -81,14 +81,18 @@ def test_a_disk_that_cannot_flush_folders_takes_files_all_the_same(tmp_path: Pat
     assert (tmp_path / "file").read_text() == "new"
 
 
-@pytest.mark.parametrize("torn", [b'{"b": ', b"\0" * 100, b'{"b": 2}'], ids=["cut off", "NULs", "without its break"])
-def test_a_line_after_a_torn_one_starts_on_a_line_of_its_own(tmp_path: Path, torn: bytes) -> None:
+@pytest.mark.parametrize(
+    ("torn", "kept"),
+    [(b'{"b": ', b""), (b"\0" * 100, b""), (b'{"b": 2}', b'{"b": 2}\n')],
+    ids=["cut off", "NULs", "without its break"],
+)
+def test_a_line_replaces_a_torn_one(tmp_path: Path, torn: bytes, kept: bytes) -> None:
     path = tmp_path / "lines"
     fsio.append_json_line(path, {"a": 1})
     with path.open("ab") as file:
         file.write(torn)
     fsio.append_json_line(path, {"c": 3})
-    assert path.read_bytes() == b'{"a": 1}\n' + torn + b'\n{"c": 3}\n'
+    assert path.read_bytes() == b'{"a": 1}\n' + kept + b'{"c": 3}\n'
 
 
 def test_a_file_set_aside_keeps_its_content_under_another_name(tmp_path: Path) -> None:

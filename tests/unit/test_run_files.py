@@ -1,17 +1,18 @@
-"""The records of a run folder: each key is read by its type. A damaged, newer or unknown key costs no other one."""
+"""The records of a run folder: each is written as it was read. What does not fit is refused, with its path and key."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.base import fsio
-from toolkit.files import rundir
-from toolkit.files.json_record import VERSION, shape_of
-from toolkit.files.records import Misfit
+from toolkit.base.errors import DamagedFileError
+from toolkit.files import records, rundir
+from toolkit.files.records import VERSION, FileRecord, Misfit
 from toolkit.files.run_files import (
     AfterRecord,
     AttemptRecord,
@@ -20,7 +21,6 @@ from toolkit.files.run_files import (
     RunResult,
     RunState,
     RunStatus,
-    Straggler,
     Submission,
     SweepPoint,
 )
@@ -72,36 +72,6 @@ STATUS: dict[str, Any] = {
 }
 
 
-def test_what_is_read_is_written_again_key_for_key(run: RunDir) -> None:
-    assert STATUS.keys() == shape_of(RunStatus).keys.keys(), "a key has no example here"
-    fsio.write_json(run.path / "status.json", STATUS)
-    damage: list[str] = []
-    run.write_status(run.status(damage))
-    assert json.loads((run.path / "status.json").read_text()) == STATUS
-    assert damage == []
-
-
-@pytest.mark.parametrize("key", sorted(STATUS))
-def test_a_damaged_key_of_a_status_is_named_and_the_others_are_read(run: RunDir, key: str) -> None:
-    fsio.write_json(run.path / "status.json", {**STATUS, key: [[]]})
-    damage: list[str] = []
-    status = run.status(damage)
-    (line,) = damage
-    assert line.startswith(f"{run.path / 'status.json'}: {key}")
-    assert line.endswith("; left out")
-    kept = {name: value for name, value in STATUS.items() if name != key}
-    assert status.to_json() == kept
-    assert getattr(status, key) == getattr(RunStatus(), key)
-
-
-def test_a_damaged_part_is_named_by_its_whole_key(run: RunDir) -> None:
-    stragglers = [STRAGGLER, {**STRAGGLER, "ratio": "x"}]
-    fsio.write_json(run.path / "status.json", {"progress": {"step": 5, "stragglers": stragglers}})
-    damage: list[str] = []
-    assert run.status(damage).progress == RunProgress(step=5)
-    assert damage == [f'{run.path / "status.json"}: progress.stragglers[1].ratio: "x" is not a number; left out']
-
-
 #: Every key of a line of attempts.jsonl.
 ATTEMPT: dict[str, Any] = {
     "version": 1,
@@ -132,39 +102,6 @@ ATTEMPT: dict[str, Any] = {
 }
 
 
-def test_a_line_of_attempts_is_written_again_key_for_key(run: RunDir) -> None:
-    assert ATTEMPT.keys() == shape_of(AttemptRecord).keys.keys(), "a key has no example here"
-    (run.path / "attempts.jsonl").write_text(json.dumps(ATTEMPT) + "\n")
-    damage: list[str] = []
-    (line,) = run.attempts(damage)
-    assert (line.nodes, line.ended - line.started) == (("node1", "node2"), 60.5)
-    run.add_attempt(line)
-    assert [json.loads(text) for text in (run.path / "attempts.jsonl").read_text().splitlines()] == [ATTEMPT] * 2
-    assert damage == []
-
-
-@pytest.mark.parametrize("key", sorted(ATTEMPT))
-def test_a_damaged_key_of_an_attempt_is_named_with_its_line(run: RunDir, key: str) -> None:
-    """A line needs the keys that tell its attempt, its times and its end."""
-    with (run.path / "attempts.jsonl").open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in (ATTEMPT, {**ATTEMPT, "attempt": 3, key: [[]]}))
-    damage: list[str] = []
-    lines = run.attempts(damage)
-    (named,) = damage
-    assert named.startswith(f"{run.path / 'attempts.jsonl'}, line 2")
-    assert f": {key}" in named
-    is_needed = key in ("attempt", "nodes", "started", "ended", "cause", "decision")
-    assert len(lines) == (1 if is_needed else 2)
-
-
-def test_keys_that_an_older_line_lacks_are_null(run: RunDir) -> None:
-    needed = {key: ATTEMPT[key] for key in ("attempt", "nodes", "started", "ended", "cause", "decision")}
-    (run.path / "attempts.jsonl").write_text(json.dumps(needed) + "\n")
-    (line,) = run.attempts([])
-    assert (line.suspect, line.gained_s, line.begun) == (None, 0.0, line.started)
-    assert line.to_json().items() >= {**needed, "suspect": None, "step_end": None, "first_failure": None}.items()
-
-
 #: Every key of result.json.
 RESULT: dict[str, Any] = {
     "version": 1,
@@ -181,29 +118,6 @@ RESULT: dict[str, Any] = {
 }
 
 
-def test_a_result_is_written_again_key_for_key(run: RunDir) -> None:
-    assert RESULT.keys() == shape_of(RunResult).keys.keys(), "a key has no example here"
-    fsio.write_json(run.path / "result.json", RESULT)
-    damage: list[str] = []
-    result = run.result(damage)
-    assert result is not None
-    run.write_result(result)
-    assert json.loads((run.path / "result.json").read_text()) == RESULT
-    assert damage == []
-
-
-@pytest.mark.parametrize("key", sorted(RESULT))
-def test_a_damaged_key_of_a_result_is_named(run: RunDir, key: str) -> None:
-    """Without its state the file is no result, but shows that the run has ended."""
-    fsio.write_json(run.path / "result.json", {**RESULT, key: [[]]})
-    damage: list[str] = []
-    result = run.result(damage)
-    assert result is not None
-    assert str(run.path / "result.json") in damage[0]
-    assert f": {key}" in damage[0]
-    assert result.state is (RunState.UNREADABLE if key == "state" else RunState.COMPLETED)
-
-
 #: Every key of point.json.
 POINT: dict[str, Any] = {
     "version": 1,
@@ -214,32 +128,8 @@ POINT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", sorted(POINT))
-def test_a_damaged_key_of_a_point_is_named(run: RunDir, key: str) -> None:
-    assert POINT.keys() == shape_of(SweepPoint).keys.keys(), "a key has no example here"
-    fsio.write_json(run.path / "point.json", {**POINT, key: [[]]})
-    damage: list[str] = []
-    point = run.point(damage)
-    assert f": {key}" in damage[0]
-    assert (point is None) == (key in ("sweep", "id"))
-    fsio.write_json(run.path / "point.json", POINT)
-    assert SweepPoint(**POINT) == run.point()
-
-
 #: Every key of after.json.
 AFTER: dict[str, Any] = {"version": 1, "runs": ["/runs/gpt/20260131-120000-1a2b3c4d"], "sweeps": ["/runs/.sweeps/lr"]}
-
-
-@pytest.mark.parametrize("key", sorted(AFTER))
-def test_a_damaged_key_of_what_a_run_waits_for_is_named(run: RunDir, key: str) -> None:
-    assert AFTER.keys() == shape_of(AfterRecord).keys.keys(), "a key has no example here"
-    fsio.write_json(run.path / "after.json", {**AFTER, key: [[]]})
-    damage: list[str] = []
-    record = run.after(damage)
-    assert key in damage[0]
-    assert (record is None) == (key != "version"), "a part of it would let the run start early"
-    fsio.write_json(run.path / "after.json", AFTER)
-    assert AfterRecord.load(AFTER) == run.after()
 
 
 #: Every key of owner.json and of submission.json.
@@ -273,78 +163,121 @@ SUBMISSION: dict[str, Any] = {
 }
 
 
-def test_an_owner_is_written_again_key_for_key(run: RunDir) -> None:
-    assert OWNER.keys() == shape_of(OwnerRecord).keys.keys(), "a key has no example here"
-    fsio.write_json(run.path / "owner.json", OWNER)
-    damage: list[str] = []
-    owner = run.owner(damage)
-    assert owner is not None
-    assert (owner.is_whole, owner.job_id) == (True, "2")
-    run.write_owner(owner)
-    assert json.loads((run.path / "owner.json").read_text()) == OWNER
-    assert damage == []
+FILES: dict[str, tuple[type[FileRecord], dict[str, Any], Callable[[RunDir], Any]]] = {
+    "status.json": (RunStatus, STATUS, RunDir.status),
+    "attempts.jsonl": (AttemptRecord, ATTEMPT, RunDir.attempts),
+    "result.json": (RunResult, RESULT, RunDir.result),
+    "point.json": (SweepPoint, POINT, RunDir.point),
+    "after.json": (AfterRecord, AFTER, RunDir.after),
+    "owner.json": (OwnerRecord, OWNER, RunDir.owner),
+    "submitit/submission.json": (Submission, SUBMISSION, RunDir.submission),
+}
+KEYS = [(name, key) for name, (_, example, _) in FILES.items() for key in sorted(example)]
 
 
-@pytest.mark.parametrize("key", sorted(OWNER))
-def test_a_damaged_key_of_an_owner_is_named_and_its_number_is_read(run: RunDir, key: str) -> None:
-    fsio.write_json(run.path / "owner.json", {**OWNER, key: [[]]})
-    damage: list[str] = []
-    owner = run.owner(damage)
-    assert owner is not None
-    needed = ("number", "token", "executor", "host", "pid", "time")
-    assert owner.is_whole == (key not in needed)
-    assert run.owner_number() == (None if key == "number" else 3)
-    assert damage[0].startswith(f"{run.path / 'owner.json'}: {key}")
+def put(run: RunDir, name: str, value: Any) -> None:
+    (run.path / name).write_text(json.dumps(value) + "\n")
 
 
-@pytest.mark.parametrize("key", sorted(SUBMISSION))
-def test_a_damaged_key_of_a_submission_is_named(run: RunDir, key: str) -> None:
-    """Without its executor or its job the file is useless."""
-    assert SUBMISSION.keys() == shape_of(Submission).keys.keys(), "a key has no example here"
-    fsio.write_json(run.submitit / "submission.json", {**SUBMISSION, key: [[]]})
-    damage: list[str] = []
-    submission = run.submission(damage)
-    assert (submission is None) == (key in ("executor", "job_id"))
-    assert str(run.submitit / "submission.json") in damage[0]
-    assert f": {key}" in damage[0]
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_read_is_written_again_key_for_key(run: RunDir, name: str) -> None:
+    kind, example, read = FILES[name]
+    assert example.keys() == {each.name for each in fields(kind)}, "a key has no example here"
+    put(run, name, example)
+    found = read(run)
+    (record,) = found if isinstance(found, list) else (found,)
+    written = json.loads(json.dumps(record.to_json()))
+    assert {key: _as_far_as(written[key], value) for key, value in example.items()} == example
+    assert kind.from_json(written) == record
 
 
-def test_keys_of_a_newer_version_are_kept_when_the_file_is_written_again(
-    run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def _as_far_as(written: Any, example: Any) -> Any:
+    """Return what is written of the keys that an example has: parts that it leaves out are written, too."""
+    if isinstance(example, dict):
+        return {key: _as_far_as(written[key], value) for key, value in example.items()}
+    return written
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS)
+def test_a_key_that_does_not_fit_is_named_with_its_file(run: RunDir, name: str, key: str) -> None:
+    _, example, read = FILES[name]
+    put(run, name, {**example, key: [[[]]]})
+    if (name, key) == ("point.json", "values"):
+        put(run, name, {**example, key: {"a": json.loads("[" * 99 + "]" * 99)}})
+    line = ", line 1," if name.endswith("l") else ""
+    with pytest.raises(
+        DamagedFileError, match=f"^{run.path / name}{line} cannot be read: {key}.*; mend it, or move it away$"
+    ):
+        read(run)
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS)
+def test_a_missing_key_has_its_default_or_is_named(run: RunDir, name: str, key: str) -> None:
+    kind, example, read = FILES[name]
+    needed = [each.name for each in fields(kind) if each.default is each.default_factory]  # both are MISSING
+    put(run, name, {other: value for other, value in example.items() if other != key})
+    if key in needed:
+        with pytest.raises(DamagedFileError, match=f"cannot be read: {key}: this key is missing"):
+            read(run)
+    else:
+        assert read(run) is not None
+
+
+def test_a_part_is_named_by_its_whole_key(run: RunDir) -> None:
+    stragglers = [STRAGGLER, {**STRAGGLER, "ratio": "x"}]
+    put(run, "status.json", {"progress": {"step": 5, "stragglers": stragglers}})
+    with pytest.raises(DamagedFileError, match=r': progress\.stragglers\[1\]\.ratio: "x" is not a number; '):
+        run.status()
+
+
+def test_lines_are_read_as_what_they_hold(run: RunDir) -> None:
+    put(run, "attempts.jsonl", ATTEMPT)
+    (line,) = run.attempts()
+    assert (line.nodes, line.ended - line.started) == (("node1", "node2"), 60.5)
+    run.add_attempt(line)
+    assert len(run.attempts()) == 2
+    needed = {key: ATTEMPT[key] for key in ("attempt", "nodes", "started", "ended", "cause", "decision")}
+    put(run, "attempts.jsonl", needed)
+    (line,) = run.attempts()
+    assert (line.suspect, line.gained_s, line.begun) == (None, 0.0, line.started)
+
+
+def test_keys_of_a_newer_toolkit_are_ignored_and_its_versions_are_refused(run: RunDir) -> None:
     progress = {"step": 5, "speed": 7.0, "stragglers": [{**STRAGGLER, "gpu": 3}]}
-    newer = {"version": VERSION + 1, "state": "running", "progress": progress, "shares": [1, 2]}
-    fsio.write_json(run.path / "status.json", newer)
-    for _ in range(2):
-        run.write_status(run.status([]).replace(state=RunState.STOPPING))
-    assert json.loads((run.path / "status.json").read_text()) == {**newer, "state": "stopping"}
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"{run.path / 'status.json'} has version {VERSION + 1}, and this toolkit knows {VERSION}")
+    newer = {"version": VERSION, "state": "running", "progress": progress, "shares": [1, 2]}
+    put(run, "status.json", newer)
+    assert run.status() == RunStatus.from_json({"state": "running", "progress": {"step": 5, "stragglers": [STRAGGLER]}})
+    put(run, "status.json", {**newer, "version": VERSION + 1})
+    with pytest.raises(DamagedFileError, match=f"version: {VERSION + 1} is of a newer toolkit"):
+        run.status()
 
 
-def test_a_file_without_a_version_has_the_first_and_gets_it_when_it_is_written(run: RunDir) -> None:
-    fsio.write_json(run.path / "status.json", {"state": "queued"})
+def test_a_file_without_a_version_has_the_first(run: RunDir) -> None:
+    put(run, "status.json", {"state": "queued"})
     assert run.status().version == 1
     run.write_status(run.status())
-    assert json.loads((run.path / "status.json").read_text()) == {"version": VERSION, "state": "queued"}
+    assert json.loads((run.path / "status.json").read_text())["version"] == VERSION
 
 
-def test_only_the_keys_that_a_record_was_made_with_are_written() -> None:
-    status = RunStatus(state=RunState.QUEUED, job_id=None)
-    assert status.to_json() == {"state": "queued", "job_id": None}
-    assert status.replace(pid=7).to_json() == {"state": "queued", "job_id": None, "pid": 7}
-    straggler = Straggler("node1", (1,), 1.5, 1.0, None)
-    assert straggler.to_json() == STRAGGLER
+def test_a_text_that_no_file_can_hold_is_read_without_what_is_odd(run: RunDir) -> None:
+    """What a rank has printed may be quoted in a file of the toolkit's own, which must not be unreadable by that."""
+    put(run, "result.json", {"state": "failed", "why": "a\0b\udcffc", "metrics": {"caf\udce9": 1.0}})
+    result = run.result()
+    assert result is not None
+    assert (result.why, result.metrics) == ("a?b?c", {"caf?": 1.0})
 
 
-def test_of_a_value_that_is_not_from_a_file_all_must_fit() -> None:
+def test_messages_are_read_like_files() -> None:
     assert RunProgress.from_json({"step": 5, "loss": float("nan"), "time": 1.0}).loss is None
     with pytest.raises(Misfit, match="epoch: -1 is not a count"):
         RunProgress.from_json({"step": 5, "epoch": -1})
+    assert records.decode(list[list[int]], [[1], []]) == [[1], []]
+    with pytest.raises(Misfit, match=r"^\[1\]\[0\]: \"x\" is not a count"):
+        records.decode(list[list[int]], [[1], ["x"]])
 
 
 def test_a_run_is_over_in_a_state_that_only_a_user_ends() -> None:
-    over = {"completed", "stopped", "failed", "cancelled", "unreadable"}
+    over = {"completed", "stopped", "failed", "cancelled"}
     assert {state for state in RunState if state.is_over} == over
     assert {state for state in RunState if state.is_waiting} == {"queued", "requeued"}
 
@@ -353,8 +286,11 @@ def test_a_request_and_a_bad_node_are_records_too(run: RunDir) -> None:
     stop_request.ask(run, stop_request.Intent.CANCEL)
     written = json.loads((run.path / "intent.json").read_text())
     assert (written["version"], written["intent"], sorted(written)) == (1, "cancel", ["intent", "time", "version"])
-    fsio.write_json(run.path / "nodes.json", {"node1": {"why": "sick", "since": 1.0, "rack": 7}})
+    nodes.remember(run, "node1", "sick")
     nodes.remember(run, "node2", "dead")
     kept = json.loads((run.path / "nodes.json").read_text())
-    assert kept["node1"] == {"why": "sick", "since": 1.0, "rack": 7}
+    assert kept["node1"]["why"] == "sick"
     assert kept["node2"].keys() == {"why", "since", "is_drained"}
+    put(run, "nodes.json", {"node1": {"why": 5, "since": 1.0}})
+    with pytest.raises(DamagedFileError, match=r"nodes\.json cannot be read: node1\.why: 5 is not text"):
+        nodes.remembered(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import secrets
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from toolkit.base import fsio, reading
 from toolkit.base.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files import error_file, rundir
-from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
+from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, RunUsage
 from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
 from toolkit.nodes.start.children import open_log
@@ -135,53 +136,46 @@ def test_three_hundred_runs_of_one_second_get_a_folder_each(tmp_path: Path, monk
     assert len(runs[0].id.rpartition("-")[2]) == 8
 
 
-DAMAGED = ["", "{", "[]", '"text"', "\0" * 50, "[" * 5000, '{"state": 5}', "\x9f"]
+#: What a node that died may leave of a file that was not flushed to disk.
+TORN = ["", "{", "\0" * 50, "\x9f", '{"state": "runn']
 
 
-@pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_status_is_none_yet_and_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", TORN)
+def test_a_torn_status_is_empty_and_says_why(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     """The status is never flushed to disk.
 
     After a power cut it may be empty, and the requeued job must start all the same.
     """
     run = rundir.create("name", tmp_path)
-    damage: list[str] = []
-    (run.path / "status.json").write_bytes(text.encode("latin-1"))
-    assert run.status(damage) == RunStatus()
-    assert str(run.path / "status.json") in damage[0]
+    for name in ("status.json", "usage.json"):
+        (run.path / name).write_bytes(text.encode("latin-1"))
+    status = run.status()
+    assert status == RunStatus(why=status.why)
+    assert f"{run.path / 'status.json'} cannot be read: " in (status.why or "")
+    assert run.usage() == RunUsage()
+    for _ in range(3):
+        run.status()
+    named = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" cannot")[0] for line in named] == [
+        str(run.path / "status.json"),
+        str(run.path / "usage.json"),
+    ]
 
 
-@pytest.mark.parametrize("text", [*DAMAGED, "{}", '{"state": "completing"}'])
-def test_a_damaged_result_is_a_result_that_says_so(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["[]", '"text"', "[" * 5000, '{"state": 5}'])
+def test_a_status_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
+    run = rundir.create("name", tmp_path)
+    (run.path / "status.json").write_text(text)
+    with pytest.raises(DamagedFileError, match=r"status\.json cannot be read: "):
+        run.status()
+
+
+@pytest.mark.parametrize("text", [*TORN, "[]", "{}", '{"state": "completing"}'])
+def test_a_result_that_does_not_fit_is_refused(tmp_path: Path, text: str) -> None:
     run = rundir.create("name", tmp_path)
     (run.path / "result.json").write_bytes(text.encode("latin-1"))
-    result = run.result()
-    assert result is not None
-    assert result.state == "unreadable"
-    assert str(run.path / "result.json") in result.why
-
-
-def test_a_damaged_result_is_kept_when_the_run_goes_on(tmp_path: Path) -> None:
-    run = rundir.create("name", tmp_path)
-    (run.path / "result.json").write_text("{")
-    run.clear_result()
-    (kept,) = run.path.glob("result.json*")
-    assert kept.name.startswith("result.json.damaged-")
-    assert run.result() is None
-
-
-def test_what_fits_of_a_status_is_kept_and_the_rest_is_named(tmp_path: Path) -> None:
-    run = rundir.create("name", tmp_path)
-    written = {"state": "running", "nodes": "node1", "progress": {"step": 7, "loss": "x"}, "later": [1]}
-    fsio.write_json(run.path / "status.json", written)
-    damage: list[str] = []
-    kept = {"state": "running", "progress": {"step": 7}, "later": [1]}
-    assert run.status(damage) == RunStatus.from_json(kept)
-    assert run.status([]).to_json() == kept
-    assert [line.removeprefix(f"{run.path / 'status.json'}: ") for line in damage] == [
-        'nodes: "node1" is not a list; left out',
-        'progress.loss: "x" is not a number; left out',
-    ]
+    with pytest.raises(DamagedFileError, match=r"result\.json cannot be read: .*; mend it, or move it away"):
+        run.result()
 
 
 def attempt(number: int) -> dict[str, object]:
@@ -189,36 +183,45 @@ def attempt(number: int) -> dict[str, object]:
     return {"attempt": number, **times, "cause": "crashed", "decision": "restart", "nodes": "node1"}
 
 
-@pytest.mark.parametrize("line", [b"\0" * 300, b"garbage", b'{"attempt": 2', b"[2]", b'{"attempt": 2}', b"\xff\xfe"])
-def test_a_damaged_line_of_attempts_is_named_and_its_number_is_not_given_again(tmp_path: Path, line: bytes) -> None:
+@pytest.mark.parametrize("line", [b"\0" * 300, b'{"attempt": 2', b'{"attempt": 2, "nodes": "n\xc3'])
+def test_a_last_line_that_was_cut_off_is_left_out_and_its_number_is_not_given_again(
+    tmp_path: Path, line: bytes
+) -> None:
     run = rundir.create("name", tmp_path)
     run.add_attempt(AttemptRecord.from_json(attempt(1)))
     with (run.path / "attempts.jsonl").open("ab") as file:
         file.write(line)  # attempt 2's
     fsio.make_dir(run.attempt_logs(2))
     run.rank_log(2, 0).touch()
-    damage: list[str] = []
-    assert [line.attempt for line in run.attempts(damage)] == [1]
-    assert f"{run.path / 'attempts.jsonl'}, line 2, is damaged and left out: " in damage[0]
+    assert [line.attempt for line in run.attempts()] == [1]
     assert run.next_attempt(run.attempts()) == 3
     run.add_attempt(AttemptRecord.from_json(attempt(3)))
-    assert [line.attempt for line in run.attempts([])] == [1, 3]
+    assert [line.attempt for line in run.attempts()] == [1, 3]
 
 
-def test_an_emptied_list_of_attempts_is_named(tmp_path: Path) -> None:
+def test_a_last_line_that_lacks_only_its_line_break_counts(tmp_path: Path) -> None:
     run = rundir.create("name", tmp_path)
-    damage: list[str] = []
-    assert (run.attempts(damage), damage) == ([], []), "a run has no such file before its first attempt ends"
-    (run.path / "attempts.jsonl").touch()
-    assert run.attempts(damage) == []
-    assert damage == [f"{run.path / 'attempts.jsonl'} is damaged: it is empty"]
+    (run.path / "attempts.jsonl").write_text(json.dumps(attempt(1)))
+    assert [line.attempt for line in run.attempts()] == [1]
+    run.add_attempt(AttemptRecord.from_json(attempt(2)))
+    assert [line.attempt for line in run.attempts()] == [1, 2]
+
+
+@pytest.mark.parametrize("line", [b"garbage\n", b"[2]\n", b'{"attempt": 2}\n', b"\n", b"[2]"])
+def test_any_other_line_that_does_not_fit_is_refused_by_its_number(tmp_path: Path, line: bytes) -> None:
+    run = rundir.create("name", tmp_path)
+    run.add_attempt(AttemptRecord.from_json(attempt(1)))
+    with (run.path / "attempts.jsonl").open("ab") as file:
+        file.write(line)
+    with pytest.raises(DamagedFileError, match=r"attempts\.jsonl, (line 2|the last line), cannot be read: "):
+        run.attempts()
 
 
 def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
     run = rundir.create("name", tmp_path)
     nodes = tuple(f"node{number}" for number in range(10_000))
     run.add_attempt(AttemptRecord(1, nodes, 0.0, 60.0, "crashed", "restart"))
-    assert (run.path / "attempts.jsonl").stat().st_size < 300
+    assert (run.path / "attempts.jsonl").stat().st_size < 600
     (line,) = run.attempts()
     assert line.nodes == nodes
 
@@ -227,17 +230,8 @@ def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
 def test_what_is_no_host_list_is_named(tmp_path: Path, nodes: object) -> None:
     run = rundir.create("name", tmp_path)
     fsio.append_json_line(run.path / "attempts.jsonl", {**attempt(1), "nodes": nodes})
-    damage: list[str] = []
-    assert run.attempts(damage) == []
-    assert "is not a host list" in damage[0]
-
-
-def test_damage_is_said_once_in_the_log_of_a_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = rundir.create("name", tmp_path)
-    (run.path / "status.json").write_text("")
-    for _ in range(3):
-        run.status()
-    assert [record.getMessage() for record in caplog.records] == [f"{run.path / 'status.json'} is damaged: it is empty"]
+    with pytest.raises(DamagedFileError, match=r"nodes: .* is not a host list"):
+        run.attempts()
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 40, b"\xff/x", b"runs/digits/1"])

@@ -8,6 +8,7 @@ ToolkitError
 │   ├── DataMissingError    a data set that is not where the config says
 │   ├── RunNotFoundError    no run, or several, match a name
 │   └── DamagedFileError    a file of a run does not hold what was written there
+│       └── TornFileError   it is empty or cut off: a node died that was writing it
 ├── PluginError             a part that cannot be loaded (exit code 2)
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   ├── SlurmRefusedError   the controller answered, and refused
@@ -89,7 +90,11 @@ class TakenError(RequestError):
 
 
 class DamagedFileError(RequestError):
-    """A file of a run is damaged, and nothing of it can be used."""
+    """A file does not hold what the toolkit writes there. The message names the file and the key."""
+
+
+class TornFileError(DamagedFileError):
+    """A file is empty or cut off. A node died that was writing it, without flushing it to disk."""
 
 
 class PluginError(ToolkitError):

@@ -219,14 +219,20 @@ def json_line(value: Any) -> bytes:
 def append_json_line(path: Path, value: Any) -> None:
     """Append ``value`` as one JSON line, flushed to disk; all of it or nothing. NaN is as in :func:`write_json`.
 
-    If a crash has cut off the last line, it starts a line of its own. The old content stays: someone may read it.
+    A last line that a crash has cut off is removed: nobody was told that it was written.
     """
     line = json_line(value)
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
-            line = b"\n" + line
+            last = os.pread(fd, size, 0).rpartition(b"\n")[2]
+            try:
+                json.loads(last)
+                line = b"\n" + line  # only the line break is missing
+            except ValueError:
+                size -= len(last)
+                os.ftruncate(fd, size)
         try:
             while line:  # a disk that fills up takes a part and calls it a success: the next write raises
                 line = line[os.write(fd, line) :]

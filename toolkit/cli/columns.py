@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from toolkit.base.durations import as_clock, in_units
 from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.cli import notes, run_rows
+from toolkit.cli.run_rows import RunRow
 from toolkit.cli.tables import Table, short
 from toolkit.files.run_files import RunState, state_word
-
-Row = dict[str, Any]
 
 
 def _number(value: Any) -> str:
@@ -26,8 +26,8 @@ def _number(value: Any) -> str:
     return "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
-def _job(row: Row) -> str:
-    return str(row["job_id"] or "") if row["executor"] == "slurm" else ""
+def _job(row: RunRow) -> str:
+    return str(row.job_id or "") if row.executor == "slurm" else ""
 
 
 def ago(at: float | None) -> str:
@@ -36,29 +36,28 @@ def ago(at: float | None) -> str:
 
 
 #: Name: the value that a column is sorted by, and its text, if that differs.
-_COLUMNS: Mapping[str, tuple[Callable[[Row], Any], Callable[[Any, Row], str]]] = {
-    "run": (lambda row: row["run"], lambda value, _: value),
-    "name": (lambda row: row["name"], lambda value, _: value),
-    "state": (lambda row: row["state"], lambda value, _: str(value)),
+_COLUMNS: Mapping[str, tuple[Callable[[RunRow], Any], Callable[[Any, RunRow], str]]] = {
+    "run": (lambda row: row.run, lambda value, _: value),
+    "name": (lambda row: row.name, lambda value, _: value),
+    "state": (lambda row: row.state, lambda value, _: str(value)),
     "job": (_job, lambda value, _: value),
-    "attempt": (lambda row: row["attempt"], lambda value, _: str(value)),
-    "restarts": (lambda row: row["restarts"], lambda value, _: str(value)),
-    "step": (lambda row: row["step"], lambda v, row: "" if v is None else f"{v}/{row['total_steps'] or '?'}"),
-    "loss": (lambda row: row["loss"], lambda value, _: "" if value is None else f"{value:.4f}"),
-    "rate": (lambda row: row["samples_per_s"], lambda v, _: "" if v is None else f"{v:,.0f}/s"),
-    "left": (lambda row: row["eta_s"], lambda value, _: "" if value is None else as_clock(value)),
-    "goodput": (lambda row: (row["goodput"] or {}).get("ratio"), lambda v, _: "" if v is None else f"{v:.0%}"),
-    "accuracy": (lambda row: row["metrics"].get("eval/accuracy"), lambda v, _: "" if v is None else f"{v:.4f}"),
-    "submitted": (lambda row: row["submitted"], lambda value, _: ago(value)),
-    "updated": (lambda row: row["updated"], lambda value, _: ago(value)),
-    "ended": (lambda row: row["ended"], lambda value, _: ago(value)),
-    "nodes": (lambda row: len(row["nodes"]), lambda value, _: str(value)),
+    "attempt": (lambda row: row.attempt, lambda value, _: str(value)),
+    "restarts": (lambda row: row.restarts, lambda value, _: str(value)),
+    "step": (lambda row: row.step, lambda v, row: "" if v is None else f"{v}/{row.total_steps or '?'}"),
+    "loss": (lambda row: row.loss, lambda value, _: "" if value is None else f"{value:.4f}"),
+    "rate": (lambda row: row.samples_per_s, lambda v, _: "" if v is None else f"{v:,.0f}/s"),
+    "left": (lambda row: row.eta_s, lambda value, _: "" if value is None else as_clock(value)),
+    "goodput": (lambda row: (row.goodput or {}).get("ratio"), lambda v, _: "" if v is None else f"{v:.0%}"),
+    "accuracy": (lambda row: row.metrics.get("eval/accuracy"), lambda v, _: "" if v is None else f"{v:.4f}"),
+    "submitted": (lambda row: row.submitted, lambda value, _: ago(value)),
+    "updated": (lambda row: row.updated, lambda value, _: ago(value)),
+    "ended": (lambda row: row.ended, lambda value, _: ago(value)),
+    "nodes": (lambda row: len(row.nodes), lambda value, _: str(value)),
     "waits_for": (lambda row: notes.waits_for(row) or None, lambda value, _: value or ""),
-    "start": (lambda row: row["expected_start"], lambda value, _: notes.start_text(value)),
-    "why": (lambda row: row["why"], lambda value, _: value or ""),
-    "damage": (lambda row: len(row["damage"]), lambda value, row: "; ".join(row["damage"])),
+    "start": (lambda row: row.expected_start, lambda value, _: notes.start_text(value)),
+    "why": (lambda row: row.why, lambda value, _: value or ""),
     "note": (lambda row: "; ".join(notes.of(row)), lambda value, _: value),
-    "path": (lambda row: row["path"], lambda value, _: value),
+    "path": (lambda row: row.path, lambda value, _: value),
 }
 #: The columns without ``--columns``, and those that a narrow terminal goes without, the first one first.
 USUAL = (
@@ -68,13 +67,13 @@ USUAL = (
 _DISPENSABLE = ("accuracy", "attempt", "goodput", "rate", "submitted", "job", "loss", "left", "step", "note", "name")
 
 
-def check(names: Sequence[str], rows: Sequence[Row]) -> None:
+def check(names: Sequence[str], rows: Sequence[RunRow]) -> None:
     """Raise RequestError for the name of an unknown column.
 
     A name may be a column of the table, or a metric or a config key of any of the rows.
     """
-    metrics = {name for row in rows for name in row["metrics"]}
-    keys = {name for row in rows for name in row.get("config", ())}
+    metrics = {name for row in rows for name in row.metrics}
+    keys = {name for row in rows for name in row.config}
     for name in names:
         if rows and name not in _COLUMNS and name not in metrics and name not in keys:
             valid = sorted({*_COLUMNS, *metrics, *keys})
@@ -89,18 +88,18 @@ def needs_config(names: Sequence[str]) -> bool:
     return any(name not in _COLUMNS and "/" not in name for name in names)
 
 
-def value(row: Row, name: str) -> Any:
+def value(row: RunRow, name: str) -> Any:
     """Return what a column holds, None if the run has no such value."""
     if name in _COLUMNS:
         return _COLUMNS[name][0](row)
-    return row["metrics"].get(name, row.get("config", {}).get(name))
+    return row.metrics.get(name, row.config.get(name))
 
 
-def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]:
+def in_order(rows: Sequence[RunRow], name: str, reverse: bool = False) -> list[RunRow]:
     """Return the rows sorted by a column. Rows without a value come last."""
     known = [row for row in rows if value(row, name) is not None]
 
-    def key(row: Row) -> tuple[bool, float, str]:
+    def key(row: RunRow) -> tuple[bool, float, str]:
         item = value(row, name)
         is_number = isinstance(item, (int, float))
         return (not is_number, float(item) if is_number else 0.0, str(item))
@@ -109,7 +108,7 @@ def in_order(rows: Sequence[Row], name: str, reverse: bool = False) -> list[Row]
     return known + [row for row in rows if value(row, name) is None]
 
 
-def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = None) -> Table:
+def table(rows: Sequence[RunRow], names: Sequence[str] = (), width: int | None = None) -> Table:
     """Return the rows as a table, with the usual columns if no ``names`` are given.
 
     Among several rows within a ``width`` runs have short ids, ``queued (PENDING, Priority)`` is ``queued``, since the
@@ -117,7 +116,7 @@ def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = No
     """
     shown = names or (USUAL if len(rows) > 1 else USUAL[:-1])
     if width is not None and len(rows) > 1:
-        rows = [{**row, "run": short(row["run"]), "state": _short_state(row), "why": _short_why(row)} for row in rows]
+        rows = [replace(row, run=short(row.run), state=_short_state(row), why=_short_why(row)) for row in rows]
     texts: list[list[str]] = []
     for name in shown:
         if name in _COLUMNS:
@@ -129,14 +128,14 @@ def table(rows: Sequence[Row], names: Sequence[str] = (), width: int | None = No
     return Table([[name.upper() for name in shown], *zip(*texts, strict=True)], width, drop)
 
 
-def _short_state(row: Row) -> str:
-    return state_word(str(row["state"])) if row["slurm"] == "PENDING" else str(row["state"])
+def _short_state(row: RunRow) -> str:
+    return state_word(str(row.state)) if row.slurm == "PENDING" else str(row.state)
 
 
-def _short_why(row: Row) -> str | None:
-    return None if row["state"] == RunState.STOPPED else re.sub(r"^rank \d+ on [\w.-]+: ", "", row["why"] or "")
+def _short_why(row: RunRow) -> str | None:
+    return None if row.state == RunState.STOPPED else re.sub(r"^rank \d+ on [\w.-]+: ", "", row.why or "")
 
 
-def is_over(row: Row) -> bool:
+def is_over(row: RunRow) -> bool:
     """True if the run goes on only by a user's command."""
-    return row["state"] in run_rows.OVER or str(row["state"]).startswith("lost")
+    return row.state in run_rows.OVER or str(row.state).startswith("lost")

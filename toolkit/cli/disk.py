@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio, terminal
-from toolkit.base.errors import RequestError, ToolkitError
+from toolkit.base.errors import DamagedFileError, RequestError, ToolkitError
 from toolkit.base.fsio import size_text
 from toolkit.cli import columns, run_rows, tables
 from toolkit.cli.columns import is_over
@@ -73,7 +73,7 @@ def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, A
     for run, row, size, count in zip(runs, status_rows(runs), used, purged, strict=True):
         is_old = older_than_s is not None and size["written"] < now - older_than_s
         removed = is_old and is_over(row) and _why_kept(run, origins) is None
-        known = {"run": run.id, "name": run.name, "state": row["state"], **size}
+        known = {"run": run.id, "name": run.name, "state": row.state, **size}
         found.append({**known, "removed": removed, "purged_files": count, "path": str(run.path)})
     return sorted(found, key=lambda each: -each["bytes"])
 
@@ -92,7 +92,7 @@ def used_origins() -> dict[Path, str]:
         with contextlib.suppress(ToolkitError):  # it is gone already
             found.update({origin.find(str(text)).path.resolve(): user} if text else {})
     for run in going:
-        waits_for = run.after([])
+        waits_for = run.after()
         found |= {Path(path).resolve(): run.id for path in (waits_for.runs if waits_for is not None else ())}
     return found
 
@@ -109,6 +109,14 @@ def refuse(run: RunDir, used: Mapping[Path, str] | None = None) -> None:
 
 def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
     """Return why the folder must not be removed; None if it may be."""
+    try:
+        return _use_of(run, used)
+    except DamagedFileError as error:  # whether it goes on is not known
+        return str(error)
+
+
+def _use_of(run: RunDir, used: Mapping[Path, str]) -> str | None:
+    """Return what needs the folder, or why it is not a run's own; None if it may be removed."""
     if run.path.is_symlink():
         return f"{run.path} is a symbolic link, and not the run's own folder"
     if not rundir.is_run_id(run.id):
@@ -120,7 +128,7 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
             if (why := handle.unseen()) is not None:
                 return why
             how = handle.how_to_end()
-        state = status_rows([run])[0]["state"]
+        state = status_rows([run])[0].state
         return (
             f"run {run.id} is {state}; when it has ended it can be removed: {how} "
             f"(if its job was killed, wait until its status is {HEARD_S:.0f} s old)"

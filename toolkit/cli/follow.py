@@ -153,7 +153,7 @@ def _line_of_the_user(run: RunDir) -> list[str]:
     """Return the line of code from which the first failing rank's exception came; nothing for another failure."""
     from toolkit.cli import run_facts
 
-    failure = run_facts.first_failure_of(run, run.attempts([]), [])
+    failure = run_facts.first_failure_of(run, run.attempts())
     if failure is None or not failure.get("where"):
         return []
     rank = "" if failure["rank"] is None else f", rank {failure['rank']}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import notes
+from toolkit.cli.run_rows import RunRow
 from toolkit.cli.show import given_words, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
@@ -24,15 +25,14 @@ from toolkit.run.records import run_config
 
 def facts(run: RunDir) -> dict[str, Any]:
     """Return everything that is known."""
-    damage: list[str] = []
-    attempts, result, status = run.attempts(damage), run.result(damage), run.status(damage)
+    attempts, result, status = run.attempts(), run.result(), run.status()
     # A run can be over without a result of its own. Its row says so, for which Slurm was asked.
     row = status_rows([run])[0]
-    is_cut_short = row["state"] in (RunState.STOPPED, RunState.CANCELLED)
-    is_over = row["state"].startswith("lost") or (result is None and is_cut_short)
+    is_cut_short = row.state in (RunState.STOPPED, RunState.CANCELLED)
+    is_over = row.state.startswith("lost") or (result is None and is_cut_short)
     known = status.state if result is None else result.state
-    state = row["state"] if is_over else known or "unknown"
-    over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
+    state = row.state if is_over else known or "unknown"
+    over = f"job {row.job_id} is over ({row.slurm}) and wrote no result" if is_over and row.slurm else None
     is_waiting = state in (RunState.QUEUED, RunState.REQUEUED)
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else None
@@ -42,11 +42,11 @@ def facts(run: RunDir) -> dict[str, Any]:
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": (result and result.why) or row["why"] or over or status.why or (last and last.line),
+        "why": (result and result.why) or row.why or over or status.why or (last and last.line),
         "waits": _waits_for(run, row) if is_waiting else [],
         "cause": last and last.cause,
         "diagnosis": found and found.to_json(),
-        "first_failure": first_failure_of(run, attempts, damage),
+        "first_failure": first_failure_of(run, attempts),
         "given": given_words(run),
         "is_script": situation.is_script,
         "loss": notes.loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
@@ -56,24 +56,23 @@ def facts(run: RunDir) -> dict[str, Any]:
         "step_reached": reached,
         "steps_lost": max(0, lost),
         "attempts": attempts,
-        "goodput": goodput.of_files(run, damage),
+        "goodput": goodput.of_files(run),
         "start_up": _start_up(attempts, status),
         "efficiency": (result and result.efficiency)
-        or efficiency.of_run(run.usage(damage), attempts, False, status.progress),
+        or efficiency.of_run(run.usage(), attempts, False, status.progress),
         "ailing_nodes": status.ailing_nodes,
         "staging": status.staging,
-        "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
+        "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run).items()},
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
-        "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),
         "next": advice.next_step(situation),
     }
 
 
-def _waits_for(run: RunDir, row: Mapping[str, Any]) -> list[str]:
+def _waits_for(run: RunDir, row: RunRow) -> list[str]:
     """Return what a run waits for, with the reservation that Slurm's reason does not name."""
-    found = [note for note in notes.of(row) if note != row["why"]]
-    if re.match(r"ReqNodeNotAvail|Reserv", row["reason"] or "") and (config := run_config.read(run)) is not None:
+    found = [note for note in notes.of(row) if note != row.why]
+    if re.match(r"ReqNodeNotAvail|Reserv", row.reason or "") and (config := run_config.read(run)) is not None:
         found += filter(None, map(site_limits.holding_back, config.cluster.parts))
     return found
 
@@ -86,7 +85,7 @@ def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int,
     return {number: known[number] for number in sorted({min(known), max(known)})} if known else {}
 
 
-def first_failure_of(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
+def first_failure_of(run: RunDir, attempts: Sequence[AttemptRecord]) -> dict[str, Any] | None:
     """Return the first failing rank of the last attempt that failed.
 
     With it come its error, and how many ranks failed after it.
@@ -94,7 +93,7 @@ def first_failure_of(run: RunDir, attempts: Sequence[AttemptRecord], damage: lis
     for attempt in reversed(attempts):
         failure = attempt.first_failure
         if failure is not None:
-            reports = read_error_files(run.attempt_logs(attempt.attempt), damage)
+            reports = read_error_files(run.attempt_logs(attempt.attempt))
             first = first_failure([report for report in reports if report.rank == failure.rank])
             # Its log: the rank's, the store's where no rank failed, or the folder.
             if failure.rank is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from toolkit.base import fsio, reading
+from toolkit.base.errors import DamagedFileError
 from toolkit.cli import notes
 from toolkit.files import rundir
-from toolkit.files.run_files import JobUsage, RunState
+from toolkit.files.run_files import UNREADABLE, JobUsage, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.records import stop_request, submitted_run
@@ -18,10 +21,59 @@ from toolkit.run.records import stop_request, submitted_run
 #: Processes are started to read this many runs. Of so many only the files that matter are read of an ended one.
 _MANY = 1000
 
+T = TypeVar("T")
 
-def read_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Return the row of each run. A damaged file is named in the row, not raised."""
-    return _map(partial(_patient_row, is_whole=len(runs) < _MANY), runs)
+
+@dataclass
+class RunRow:
+    """A row of `toolkit status`: a run, a point of a sweep, or a whole sweep."""
+
+    run: str
+    name: str
+    path: str
+    state: RunState | str = "unknown"  #: or UNREADABLE, or with what Slurm says, such as ``lost (FAILED)``
+    job_id: str | None = None
+    cluster: str = ""
+    follow_ups: Sequence[str] = ()
+    asked: str | None = None
+    after: Sequence[str] = ()
+    sweep: str | None = None
+    executor: str = "local"
+    attempt: int = 0
+    restarts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+    eta_s: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    nodes: Sequence[str] = ()
+    bad_nodes: Mapping[str, str] = field(default_factory=dict)
+    ailing_nodes: Mapping[str, str] = field(default_factory=dict)
+    save_error: str | None = None
+    stragglers: Sequence[Mapping[str, Any]] = ()
+    goodput: Mapping[str, float] | None = None
+    usage: Mapping[str, Any] | None = None
+    using: str = ""
+    pid: int | None = None
+    host: str | None = None
+    birth: str = ""
+    submitted: float | None = None
+    updated: float | None = None
+    ended: float | None = None
+    why: str | None = None  #: why it ended, or which file cannot be read
+    points: Mapping[str, int] | None = None  #: of a sweep's row: how many are in each state
+    # What Slurm says, see `toolkit.cli.show.with_slurm`.
+    slurm: str | None = None
+    reason: str | None = None
+    expected_start: float | None = None
+    silent: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  #: by dotted key, where a column asks for it
+
+
+def read_rows(runs: Sequence[RunDir]) -> list[RunRow]:
+    """Return the row of each run. A file that cannot be read is named in the run's row, and hides no other run."""
+    return _map(partial(_row_of, is_whole=len(runs) < _MANY), runs)
 
 
 def read_configs(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
@@ -29,7 +81,7 @@ def read_configs(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     return _map(read_config, runs)
 
 
-def _map(read: Callable[[RunDir], dict[str, Any]], runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+def _map(read: Callable[[RunDir], T], runs: Sequence[RunDir]) -> list[T]:
     if len(runs) < _MANY:
         return list(map(read, runs))
     from concurrent.futures import ProcessPoolExecutor
@@ -39,65 +91,70 @@ def _map(read: Callable[[RunDir], dict[str, Any]], runs: Sequence[RunDir]) -> li
         return list(pool.map(read, runs, chunksize=200))
 
 
-def _patient_row(run: RunDir, *, is_whole: bool) -> dict[str, Any]:
-    damage: list[str] = []
+def _row_of(run: RunDir, *, is_whole: bool) -> RunRow:
     try:
-        return _row(run, damage, is_whole)
-    except OSError as error:
-        return {**EMPTY, "run": run.id, "name": run.name, "path": str(run.path), "damage": [*damage, str(error)]}
+        return _row(run, is_whole)
+    except (OSError, DamagedFileError) as error:
+        return unreadable(run.id, run.name, run.path, error)
 
 
-def _row(run: RunDir, damage: list[str], is_whole: bool) -> dict[str, Any]:
-    status, result = run.status(damage), run.result(damage)
-    if not run.config.exists():
-        damage.append(f"{run.config} is missing")
+def unreadable(run: str, name: str, path: Path, error: Exception) -> RunRow:
+    """Return the row of a run, or of a sweep, one of whose files cannot be read."""
+    return RunRow(run, name, str(path), UNREADABLE, why=_short(path, str(error)))
+
+
+def _short(path: Path, why: str | None) -> str | None:
+    """Return an error with the file's name in its folder: the row has the path of that."""
+    return why and why.replace(f"{path}/", "")
+
+
+def _row(run: RunDir, is_whole: bool) -> RunRow:
+    status, result = run.status(), run.result()
     progress, state = status.progress, status.state if result is None else result.state
-    waits_for = run.after(damage) if result is None else None
-    row: dict[str, Any] = {
-        "run": run.id,
-        "name": run.name,
-        "state": state or "unknown",
-        "job_id": status.job_id,
-        "cluster": status.cluster,
-        "follow_ups": [],
-        "asked": None,
-        "after": waits_for.names() if waits_for is not None else [],
-        "executor": "slurm" if status.job_id else "local",
-        "attempt": status.attempt or 0,
-        "restarts": max(0, ((result.attempts if result is not None else 0) or status.attempt or 1) - 1),
-        "step": progress.step if result is None or result.step is None else result.step,
-        "total_steps": progress.total_steps,
-        "loss": progress.loss,
-        "samples_per_s": progress.samples_per_s,
-        "eta_s": progress.eta_s if state is not None and state.has_ranks else None,
-        "metrics": dict(result.metrics if result is not None and result.metrics else progress.metrics),
-        "nodes": list(status.nodes),
-        "bad_nodes": dict(status.bad_nodes),
-        "ailing_nodes": dict(status.ailing_nodes),
-        "save_error": progress.save_error if result is None else None,
-        "stragglers": notes.stragglers(status),
-        "goodput": dict(result.goodput) if result is not None and result.goodput else goodput.of_files(run, damage),
-        "usage": status.usage and status.usage.to_json(),
-        "using": _using(status.usage),
-        "pid": status.pid,
-        "host": status.host,
-        "birth": status.birth,
-        "submitted": rundir.time_of_id(run.id),  # a requeued or resumed run has a job of a later submit time
-        "updated": status.updated,
-        "ended": status.ended if result is not None else None,
-        "why": result and result.why,
-        "points": None,
-        "damage": damage,
-        "path": str(run.path),
-    }
+    waits_for = run.after() if result is None else None
+    row = RunRow(
+        run.id,
+        run.name,
+        str(run.path),
+        state or ("unknown" if status.why is None else UNREADABLE),  # without a state the file is torn
+        job_id=status.job_id,
+        cluster=status.cluster,
+        after=waits_for.names() if waits_for is not None else [],
+        executor="slurm" if status.job_id else "local",
+        attempt=status.attempt or 0,
+        restarts=max(0, ((result.attempts if result is not None else 0) or status.attempt or 1) - 1),
+        step=progress.step if result is None or result.step is None else result.step,
+        total_steps=progress.total_steps,
+        loss=progress.loss,
+        samples_per_s=progress.samples_per_s,
+        eta_s=progress.eta_s if state is not None and state.has_ranks else None,
+        metrics=result.metrics if result is not None and result.metrics else progress.metrics,
+        nodes=status.nodes,
+        bad_nodes=status.bad_nodes,
+        ailing_nodes=status.ailing_nodes,
+        save_error=progress.save_error if result is None else None,
+        stragglers=notes.stragglers(status),
+        goodput=result.goodput if result is not None and result.goodput else goodput.of_files(run),
+        usage=None if status.usage is None else status.usage.to_json(),
+        using=_using(status.usage),
+        pid=status.pid,
+        host=status.host,
+        birth=status.birth,
+        submitted=rundir.time_of_id(run.id),  # a requeued or resumed run has a job of a later submit time
+        updated=status.updated,
+        ended=status.ended if result is not None else None,
+        why=result.why if result is not None else _short(run.path, status.why) if state is None else None,
+    )
+    if not run.config.exists():
+        row.why = f"{run.config.name} is missing"
     # Which job has the run matters only while it may go on.
-    if is_whole or result is None or status.job_id is None or damage:
-        jobs, sent = submitted_run.of(run, damage), run.submission(damage)
-        asked = stop_request.asked(run, damage)
-        row["job_id"], row["follow_ups"] = (jobs.ids[0] if jobs.ids else status.job_id), list(jobs.ids[1:])
-        row["cluster"] = jobs.cluster or status.cluster
-        row["asked"] = asked and asked.value
-        row["executor"] = row["executor"] if sent is None else sent.executor
+    if is_whole or result is None or status.job_id is None:
+        jobs, sent, point, asked = submitted_run.of(run), run.submission(), run.point(), stop_request.asked(run)
+        row.job_id, row.follow_ups = (jobs.ids[0] if jobs.ids else status.job_id), list(jobs.ids[1:])
+        row.cluster = jobs.cluster or status.cluster
+        row.sweep = None if point is None else point.sweep
+        row.asked = asked and asked.value
+        row.executor = row.executor if sent is None else sent.executor
     return row
 
 
@@ -112,46 +169,6 @@ def _using(usage: JobUsage | None) -> str:
         gpus = usage.gpus_per_node * usage.nodes
         parts.append(f"{usage.busy_gpus:.1f} of {gpus} GPUs at {usage.power_w:.0f} W")
     return f"uses {', '.join(parts)}" + "".join(f"; {gpu} is unused" for gpu in usage.unused_gpus)
-
-
-#: A row without facts, which also names all keys.
-EMPTY: Mapping[str, Any] = {
-    "run": "",
-    "name": "",
-    "state": "unknown",
-    "job_id": None,
-    "cluster": "",
-    "follow_ups": [],
-    "asked": None,
-    "after": [],
-    "executor": "local",
-    "attempt": 0,
-    "restarts": 0,
-    "step": None,
-    "total_steps": None,
-    "loss": None,
-    "samples_per_s": None,
-    "eta_s": None,
-    "metrics": {},
-    "nodes": [],
-    "bad_nodes": {},
-    "ailing_nodes": {},
-    "save_error": None,
-    "stragglers": [],
-    "goodput": None,
-    "usage": None,
-    "using": "",
-    "pid": None,
-    "host": None,
-    "birth": "",
-    "submitted": None,
-    "updated": None,
-    "ended": None,
-    "why": None,
-    "points": None,  # of a sweep's row: how many are in each state
-    "damage": [],
-    "path": "",
-}
 
 
 #: The states of runs that have ended.

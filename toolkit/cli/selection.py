@@ -8,12 +8,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from toolkit.base.errors import RequestError, RunNotFoundError, nearest
 from toolkit.files import rundir
-from toolkit.files.run_files import RunState, state_word
+from toolkit.files.run_files import UNREADABLE, RunState, state_word
 from toolkit.files.rundir import RunDir
+
+if TYPE_CHECKING:  # every command's parser needs this module
+    from toolkit.cli.run_rows import RunRow
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Words that stand for several states, and those of runs whose own files do not say that they have ended.
@@ -23,12 +26,12 @@ GROUPS: dict[str, list[str]] = {
     "over": [*(state for state in RunState if state.is_over), "lost"],
 }
 #: What ``--state`` takes.
-STATES = [*map(str, RunState), "lost", "unknown", "damaged", *GROUPS]
+STATES = [*map(str, RunState), "lost", "unknown", UNREADABLE, *GROUPS]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the filters."""
-    states = "such as failed or running,lost; also live, waiting, over, damaged"
+    states = "such as failed or running,lost; also live, waiting, over, unreadable"
     parser.add_argument("--state", metavar="STATE", help=states)
     parser.add_argument("--since", metavar="TIME", help="submitted since then: 90min, 12h, 2d, 1w or 2026-01-31")
     parser.add_argument("--name", metavar="PATTERN", help="name of the config, such as 'gpt*'")
@@ -68,7 +71,7 @@ def by_place(runs: Sequence[RunDir], args: Namespace) -> list[RunDir]:
     return [run for run in runs if args.name is None or fnmatchcase(run.name, args.name)]
 
 
-def by_state(rows: Sequence[dict[str, Any]], states: str | None) -> list[dict[str, Any]]:
+def by_state(rows: Sequence[RunRow], states: str | None) -> list[RunRow]:
     """Return the rows in one of the states, which commas separate. Raises RequestError for an unknown one."""
     if states is None:
         return list(rows)
@@ -77,7 +80,7 @@ def by_state(rows: Sequence[dict[str, Any]], states: str | None) -> list[dict[st
         if word not in STATES:
             raise RequestError(f"--state: no state {word!r}; {nearest(word, STATES)}states: {', '.join(STATES)}")
         wanted |= {str(state) for state in GROUPS.get(word, [word])}
-    return [row for row in rows if state_word(str(row["state"])) in wanted or (row["damage"] and "damaged" in wanted)]
+    return [row for row in rows if state_word(str(row.state)) in wanted]
 
 
 def parse_since(argument: str, text: str, now: float) -> float:

@@ -14,7 +14,7 @@ from toolkit.base import fsio, terminal
 from toolkit.base.errors import ToolkitError
 from toolkit.base.procfs import Life
 from toolkit.cli import columns, notes
-from toolkit.cli.run_rows import OVER, read_rows
+from toolkit.cli.run_rows import OVER, RunRow, read_rows
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is a
 QUIET_S, SILENT_S = 5.0, 30.0
 
 
-def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+def status_rows(runs: Sequence[RunDir]) -> list[RunRow]:
     """Return one row for each run, from its own files.
 
     Slurm is asked, once for all, about runs that wait or are quiet.
@@ -40,66 +40,59 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     return with_slurm(read_rows(runs), ask_slurm)
 
 
-def with_slurm(
-    rows: list[dict[str, Any]], ask: Callable[[list[str]], Mapping[str, JobStatus | None]]
-) -> list[dict[str, Any]]:
+def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobStatus | None]]) -> list[RunRow]:
     """Return the rows with Slurm's answers about those that wait or are quiet.
 
     ``ask`` is called once, and only if there are such rows.
     """
     for row in rows:
-        is_over = row["state"] in OVER or row["state"] == "unknown"
-        row.update(slurm=None, reason=None, expected_start=None)
-        row["silent"] = not is_over and _quiet_s(row["updated"]) > SILENT_S
+        goes_on = isinstance(row.state, RunState) and not row.state.is_over
+        row.silent = goes_on and _quiet_s(row.updated) > SILENT_S
     asked = []
     for row in rows:
-        state = row["state"]
+        state = row.state
         # Skip ended runs, and those whose files do not say how they stand.
-        if row["executor"] != "slurm" or not isinstance(state, RunState) or state.is_over:
+        if row.executor != "slurm" or not isinstance(state, RunState) or state.is_over:
             continue
-        if state.is_waiting or _quiet_s(row["updated"]) > QUIET_S:
+        if state.is_waiting or _quiet_s(row.updated) > QUIET_S:
             asked.append(row)
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs, here = _jobs_here(asked)
     answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
     stands = {path: submitted_run.of_jobs(of_run, answers, here) for path, of_run in jobs.items()}
     for row in asked:
-        if row["path"] in stands:
-            row["job_id"], job = stands[row["path"]].job_id, stands[row["path"]].job
-            row.update(
-                slurm=job and job.state,
-                reason=job and job.reason,
-                expected_start=job and job.start_time if ownership.waits(job) else None,
-                why=row["why"] or _launch_failure(row, job),
-            )
+        if row.path in stands:
+            row.job_id, job = stands[row.path].job_id, stands[row.path].job
+            row.why = row.why or _launch_failure(row, job)
+            if job is not None:
+                row.slurm, row.reason = job.state, job.reason
+                row.expected_start = job.start_time if ownership.waits(job) else None
     for row in rows:
         # Most rows keep their state: Slurm was not asked, and their own files are recent.
-        if row["slurm"] is not None or row["silent"]:
-            stand = stands.get(row["path"]) or _without_job(row)
-            is_forgotten = _quiet_s(row["updated"]) > HEARD_S
-            row["state"] = stand.in_words(
-                row["state"], row["asked"], is_silent=row["silent"], is_forgotten=is_forgotten
-            )
+        if row.slurm is not None or row.silent:
+            stand = stands.get(row.path) or _without_job(row)
+            is_forgotten = _quiet_s(row.updated) > HEARD_S
+            row.state = stand.in_words(row.state, row.asked, is_silent=row.silent, is_forgotten=is_forgotten)
     return rows
 
 
-def _without_job(row: dict[str, Any]) -> RunStanding:
+def _without_job(row: RunRow) -> RunStanding:
     """Judge a run without a job here, or with one of another cluster."""
-    if row["executor"] == "slurm" and row["job_id"]:
-        return RunStanding(Life.UNSEEN, row["job_id"])
-    return submitted_run.without_job(RunDir(Path(row["path"])), row["executor"])
+    if row.executor == "slurm" and row.job_id:
+        return RunStanding(Life.UNSEEN, row.job_id)
+    return submitted_run.without_job(RunDir(Path(row.path)), row.executor)
 
 
-def _jobs_here(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, RunJobs], str]:
+def _jobs_here(rows: Sequence[RunRow]) -> tuple[dict[str, RunJobs], str]:
     """Return the jobs of each run, by its folder, and the name of this cluster, as far as it matters.
 
     Those of another cluster cannot be asked about here.
     """
     found = {}
     for row in rows:
-        if row["job_id"]:
-            ids = (row["job_id"], *row["follow_ups"])
-            found[row["path"]] = RunJobs(RunDir(Path(row["path"])), ids, row["cluster"])
+        if row.job_id:
+            ids = (row.job_id, *row.follow_ups)
+            found[row.path] = RunJobs(RunDir(Path(row.path)), ids, row.cluster, row.sweep)
     here = cluster_name.name_here() if any(jobs.cluster for jobs in found.values()) else ""
     return {path: jobs for path, jobs in found.items() if not jobs.is_elsewhere(here)}, here
 
@@ -132,7 +125,7 @@ def ask_slurm(
         return {}
 
 
-def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
+def _launch_failure(row: RunRow, job: JobStatus | None) -> str | None:
     """Return what to do about a job whose supervisor has not started. None if that is not the trouble.
 
     Where the batch host has no folder for the job's log, Slurm 22.05 does not start the batch script. Since 23.02 Slurm
@@ -143,22 +136,22 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
     if job is None or not job.is_over:
         return None
     node = next(iter(hostlist.expand(job.node_list)), "its first node")
-    blind = f"most likely {node} does not see {row['path']}: "
-    blind += f"`toolkit resume {row['run']} cluster.exclude={node}` goes on without it"
+    blind = f"most likely {node} does not see {row.path}: "
+    blind += f"`toolkit resume {row.run} cluster.exclude={node}` goes on without it"
     if job.reason == "JobLaunchFailure":
         return (
             f"Slurm could not start job {job.job_id} on {node}, and has given it up. If the disk is full, make room, "
-            f"then `toolkit resume {row['run']}` goes on. Else {blind}"
+            f"then `toolkit resume {row.run}` goes on. Else {blind}"
         )
     # Since 23.02: the script has failed before its supervisor wrote a status, or a log where this machine sees it.
-    if job.state != "FAILED" or not row["state"].is_waiting:
+    if job.state != "FAILED" or row.state not in (RunState.QUEUED, RunState.REQUEUED):
         return None
-    if RunDir(Path(row["path"])).has_log_of(job.job_id, job.start_time):
+    if RunDir(Path(row.path)).has_log_of(job.job_id, job.start_time):
         return None
     return f"job {job.job_id} has failed on {node} and has written nothing; {blind}"
 
 
-def print_rows(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int | None = None) -> None:
+def print_rows(rows: list[RunRow], names: Sequence[str] = (), width: int | None = None) -> None:
     """Print the rows as a table of at most ``width`` characters, with the columns ``names`` or the usual ones.
 
     Of one run all is told below the table, in sentences. Many are counted by state.
@@ -178,22 +171,22 @@ def print_rows(rows: list[dict[str, Any]], names: Sequence[str] = (), width: int
         terminal.say("`toolkit status RUN` tells all of one run, --wide shows all columns")
 
 
-def _of_one(row: Mapping[str, Any]) -> Iterator[str]:
+def _of_one(row: RunRow) -> Iterator[str]:
     """Yield what to do next, the words of a script, where the time went and what is used."""
     yield from _next(row)
-    is_running = isinstance(row["state"], RunState) and row["state"].has_ranks
-    told = [given_words(RunDir(Path(row["path"]))), goodput.sentence(row["goodput"])]
-    yield from filter(None, [*told, row["using"] if is_running else ""])
+    is_running = isinstance(row.state, RunState) and row.state.has_ranks
+    told = [given_words(RunDir(Path(row.path))), goodput.sentence(row.goodput)]
+    yield from filter(None, [*told, row.using if is_running else ""])
 
 
-def _next(row: Mapping[str, Any]) -> list[str]:
+def _next(row: RunRow) -> list[str]:
     """Return what to do next about a run that only its user brings back; nothing for others."""
-    state = str(row["state"])
+    state = str(row.state)
     if state == RunState.COMPLETED or (state not in OVER and not state.startswith("lost")):
         return []
     from toolkit.run.attempt import advice  # reads configs
 
-    return [f"next: {advice.of(RunDir(Path(row['path'])), state)}"]
+    return [f"next: {advice.of(RunDir(Path(row.path)), state)}"]
 
 
 def given_words(run: RunDir) -> str:
@@ -212,7 +205,7 @@ def given_words(run: RunDir) -> str:
 MOST_UNCOUNTED = 20
 
 
-def count_by_state(rows: Sequence[Mapping[str, Any]]) -> str:
+def count_by_state(rows: Sequence[RunRow]) -> str:
     """Return how many rows are in each state, the most first."""
-    counts = Counter(state_word(str(row["state"])) for row in rows)
+    counts = Counter(state_word(str(row.state)) for row in rows)
     return f"{len(rows)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common())

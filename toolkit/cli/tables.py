@@ -16,7 +16,7 @@ _COLOURS = {
     **dict.fromkeys(("running", "starting", "stopping", "restarting"), "cyan"),
     **dict.fromkeys(("queued", "requeued", "warning"), "yellow"),
     **dict.fromkeys(("completed", "ok"), "green"),
-    **dict.fromkeys(("failed", "lost", "unreadable", "unknown", "bad", "damaged"), "red"),
+    **dict.fromkeys(("failed", "lost", "unreadable", "unknown", "bad"), "red"),
 }
 _COLOURED = ("STATE", "VERDICT")
 #: Columns are left out until those that stay have this much for a long text. Then the longest texts are cut.

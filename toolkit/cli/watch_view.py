@@ -21,6 +21,7 @@ from typing import Any
 
 from toolkit.base import terminal
 from toolkit.cli import columns, notes, run_rows, selection, show
+from toolkit.cli.run_rows import RunRow
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.slurm import shared_queue
@@ -44,20 +45,20 @@ class Watch:
         self._queue = queue
         self._now = now
         self._runs: list[RunDir] = []
-        self._sweep_rows: list[dict[str, Any]] = []
+        self._sweep_rows: list[RunRow] = []
         self._listed_at: float | None = None
         self._ask_every_s = WATCH_S
         self._asked_at: float | None = None
         self._asked_jobs: set[str] = set()
         self._answers: dict[str, JobStatus | None] = {}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[RunRow]:
         """Return the rows as they are now, the newest last. Rows of sweeps are up to 10 s old."""
         rows = self._rows_of(self._listed())
         rows = selection.by_state([*rows, *self._sweep_rows], self._args.state)
-        return sorted(rows, key=lambda row: row["run"] if row["points"] is None else rundir.id_time(row["submitted"]))
+        return sorted(rows, key=lambda row: row.run if row.points is None else rundir.id_time(row.submitted or 0.0))
 
-    def _rows_of(self, runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+    def _rows_of(self, runs: Sequence[RunDir]) -> list[RunRow]:
         return show.with_slurm(run_rows.read_rows(runs), self._ask)
 
     def _listed(self) -> list[RunDir]:
@@ -70,7 +71,7 @@ class Watch:
                 self._fold_sweeps()
                 rows, since = run_rows.read_rows(self._runs), self._now() - ENDED_S
                 pairs = zip(self._runs, rows, strict=True)
-                self._runs = [run for run, row in pairs if row["state"] not in run_rows.OVER or _ended(row) > since]
+                self._runs = [run for run, row in pairs if row.state not in run_rows.OVER or _ended(row) > since]
         return self._runs
 
     def _fold_sweeps(self) -> None:
@@ -84,7 +85,7 @@ class Watch:
         ask, since = partial(self._queue.show_jobs, every_s=WATCH_S), self._now() - ENDED_S
         self._runs, stamped = sweep_rows.fold(self._runs, paths)
         rows = [sweep_rows.row_of(sweep, self._rows_of, ask) for _, sweep in stamped]
-        self._sweep_rows = [row for row in rows if row["state"] not in run_rows.OVER or _ended(row) > since]
+        self._sweep_rows = [row for row in rows if row.state not in run_rows.OVER or _ended(row) > since]
 
     def _ask(self, jobs: Sequence[str]) -> dict[str, JobStatus | None]:
         """Return Slurm's answer, an earlier one while it is not time to ask again."""
@@ -100,8 +101,8 @@ class Watch:
         return {job: self._answers[job] for job in jobs if job in self._answers}
 
 
-def _ended(row: dict[str, Any]) -> float:
-    return float(row["ended"] or row["updated"] or 0.0)
+def _ended(row: RunRow) -> float:
+    return float(row.ended or row.updated or 0.0)
 
 
 def run(args: Namespace) -> None:
@@ -120,7 +121,7 @@ def _on_paper(watch: Watch, names: Sequence[str]) -> None:
     before: list[tuple[str, str]] | None = None
     while True:
         rows = watch.rows()
-        states = [(row["run"], str(row["state"])) for row in rows]
+        states = [(row.run, str(row.state)) for row in rows]
         if states != before:
             before = states
             print(time.strftime("%H:%M:%S"), show.count_by_state(rows), flush=True)
@@ -144,7 +145,7 @@ def _on_screen(watch: Watch, names: Sequence[str], pressed: Callable[[float], st
                 return
 
 
-def picture(rows: Sequence[dict[str, Any]], names: Sequence[str], width: int, height: int) -> Any:
+def picture(rows: Sequence[RunRow], names: Sequence[str], width: int, height: int) -> Any:
     """Return what the screen shows: a head, the rows that fit, and of a single run what is to be said."""
     from rich.text import Text
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from toolkit.base import reading
+from toolkit.base import logs, reading
 from toolkit.config import yaml_core
-from toolkit.files import records
 
 #: ``tokens``, ``tokenizer`` and the like are a model's.
 _SECRET = re.compile(
@@ -22,18 +21,20 @@ _SECRET = re.compile(
 )
 _EMPTY = ("", "[]", "{}", "null")
 
+log = logs.get(__name__)
 
-def values_of(path: Path, damage: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+
+def values_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the values in the config ``path`` by dotted key, and those among them that may be secret.
 
-    In the first these are "(not shown)"; the second is only for comparisons. A file that cannot be read has none, and
-    is named in ``damage``.
+    In the first these are "(not shown)"; the second is only for comparisons. A file that cannot be read has none, with
+    a warning.
     """
     try:
         node = yaml_core.compose(reading.read_text(path, errors="replace"))
         values = {} if node is None else dict(_pairs(node, ""))
     except (OSError, ValueError, RecursionError) as error:
-        records.note(f"{path} cannot be read: {' '.join(str(error).split())[:200]}", damage)
+        log.warning("%s cannot be read: %s", path, " ".join(str(error).split())[:200])
         return {}, {}
     hidden = {key: value for key, value in values.items() if _SECRET.search(key) and value not in _EMPTY}
     return values | dict.fromkeys(hidden, "(not shown)"), hidden

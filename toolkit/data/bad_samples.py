@@ -13,15 +13,12 @@ import json
 from toolkit.base import fsio, logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.files import records
-from toolkit.files.records import COUNT, TEXT, Record
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import BadSample, Batch
 from toolkit.ranks.session import Session
 
 #: Number of bad samples named in the log; after that only their count is logged.
 NAMED = 10
-
-_LINE = Record({"index": COUNT, "position": COUNT, "error": TEXT})
 
 log = logs.get(__name__)
 
@@ -44,9 +41,7 @@ class BadSamples:
         self._lines = fsio.PatientLines(self._path)
         # Bad samples of earlier attempts count, too.
         if session.is_main:
-            lines = records.read_lines(self._path, _LINE)
-            known = [BadSample(line["index"], line["position"], line["error"]) for line in lines]
-            self._listed = {bad.index: bad for bad in known}
+            self._listed = {bad.index: bad for bad in records.read_lines(self._path, BadSample)}
             self._refuse_too_many()
 
     def note(self, batch: Batch | None) -> None:

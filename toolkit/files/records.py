@@ -1,114 +1,84 @@
-"""Reads JSON files that may be damaged, each by the shape declared for it.
+"""Reads and writes JSON, of files and of messages, as frozen dataclasses whose fields declare the keys.
 
-A power cut, a full disk or an editor leaves files that are empty, cut off, full of NULs, or of another type. The part
-of such a file that fits its shape is returned. Each part that does not fit is left out and named with its file, line
-and key: in the caller's list, or else once in the log. Keys that a shape does not name are passed on: a newer version
-of this package may have written them.
+Files are replaced in one step, so none is half written: one that does not fit is refused, with its path and the key.
+Two things are no reason. A key that no field has is ignored: a newer toolkit may have added it. A last line of a
+``.jsonl`` without its line break is left out: it is being written, or a crash has cut it off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import NoneType, UnionType
+from typing import Annotated, Any, Self, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from toolkit.base import fsio, logs, reading
-from toolkit.base.errors import DamagedFileError
+from toolkit.base.errors import DamagedFileError, TornFileError
 
+#: The version of the files that are written here. A change that older toolkits would misunderstand raises it.
+VERSION = 1
 #: The toolkit writes nothing that is nested more deeply. Python gives up at about 1,000.
 MOST_NESTED = 32
-#: Errors of a file that last: its content is out of reach, as if it were damaged. Other errors may pass.
+#: Errors of a file that last: its content is out of reach. Other errors may pass.
 _LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
 #: How often a file is read that another node replaces meanwhile.
 _TRIES = 3
 
+_ADVICE = "; mend it, or move it away"
+
+T = TypeVar("T")
+Decode: TypeAlias = Callable[[Any], Any]
 log = logs.get(__name__)
 
 
 class Misfit(Exception):
-    """A value that does not fit its shape; the message says which key, and why."""
+    """A value that does not fit its type."""
+
+    def __init__(self, why: str, key: str = "") -> None:
+        super().__init__(f"{key}: {why}" if key else why)
+        self.why, self.key = why, key
+
+    def within(self, name: str) -> Misfit:
+        """Return the misfit with the whole key: ``name`` is that of the list or object that holds the value."""
+        joint = "." if self.key and not self.key.startswith("[") else ""
+        return Misfit(self.why, f"{name}{joint}{self.key}")
+
+
+class _Torn(Misfit):
+    """No JSON."""
+
+
+# -------------------------------------------------------------------------------------------------------------- values
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value without parts: ``fits`` accepts no list and no object. ``what`` names it in messages."""
+    """A value without parts: ``fits`` accepts no list and no object. In ``Annotated`` it comes before the type."""
 
-    what: str
+    what: str  #: for messages
     fits: Callable[[Any], bool]
+    load: Callable[[Any], Any] | None = None  #: None: the value as it is
+    dump: Callable[[Any], Any] | None = None
 
-
-@dataclass(frozen=True)
-class OrNull:
-    """A value of ``shape``, or null."""
-
-    shape: Shape
-
-
-class Either:
-    """A value that fits one of these shapes; the first that fits is taken."""
-
-    def __init__(self, *shapes: Shape) -> None:
-        self.shapes = shapes
-
-
-@dataclass(frozen=True)
-class Maybe:
-    """In a :class:`Record`: a key that may be missing. It is left out if its value does not fit."""
-
-    shape: Shape
-
-
-@dataclass(frozen=True)
-class Null:
-    """In a :class:`Record`: a key that may be missing or null. It is None if its value does not fit."""
-
-    shape: Shape
-
-
-@dataclass(frozen=True)
-class ListOf:
-    """A list. One item that does not fit spoils it, because the positions of the others have a meaning."""
-
-    shape: Shape
-
-
-@dataclass(frozen=True)
-class MapOf:
-    """An object with any keys. An item that does not fit is left out."""
-
-    shape: Shape
-
-
-@dataclass(frozen=True)
-class Record:
-    """An object with these keys. A key that is neither :class:`Maybe` nor :class:`Null` must be there, and fit."""
-
-    keys: Mapping[str, Shape | Maybe | Null]
-
-
-Shape: TypeAlias = Leaf | OrNull | Either | ListOf | MapOf | Record
+    def decode(self, value: Any) -> Any:
+        """Return the value of what JSON holds. Raises Misfit."""
+        if not self.fits(value):
+            raise Misfit(f"{_shown(value)} is not {self.what}")
+        return value if self.load is None else self.load(value)
 
 
 def one_of(*words: str) -> Leaf:
-    """Return the shape of one of these texts."""
+    """Return the leaf for one of these texts."""
     return Leaf(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
-
-
-def _is_text(value: Any) -> bool:
-    """True for a text that a file name, and a UTF-8 file, can hold."""
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    return value.isascii() or value == value.encode(errors="ignore").decode()
-
-
-_WORD = re.compile(r"\w[\w.+-]{0,254}")
 
 
 def _is_number(value: Any) -> bool:
@@ -125,7 +95,24 @@ def _is_time_text(value: Any) -> bool:
     return time.tzinfo is not None and 1970 <= time.year < 9999
 
 
-TEXT = Leaf("text", _is_text)
+def _clean(text: str) -> str:
+    """Return a text that a file name, and a UTF-8 file, can hold. What a rank has printed may be quoted in it."""
+    if text.isascii() and "\0" not in text:
+        return text
+    return text.replace("\0", "?").encode(errors="replace").decode()
+
+
+def _is_plain(value: Any, depth: int = MOST_NESTED) -> bool:
+    """True unless it is nested too deeply to be copied or printed."""
+    if not isinstance(value, (dict, list)):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_plain(part, depth - 1) for part in parts)
+
+
+_WORD = re.compile(r"\w[\w.+-]{0,254}")
+
+TEXT = Leaf("text", lambda value: isinstance(value, str), _clean)
 #: An id or the name of a host, which may become a part of a path or an argument of a program.
 WORD = Leaf("a word", lambda value: isinstance(value, str) and _WORD.fullmatch(value) is not None)
 COUNT = Leaf("a count", lambda value: type(value) is int and 0 <= value < 2**63)
@@ -134,95 +121,225 @@ FLAG = Leaf("true or false", lambda value: isinstance(value, bool))
 #: Seconds since 1970, up to the year 9999.
 MOMENT = Leaf("a time in seconds", lambda value: _is_number(value) and 0 <= value < 253_402_300_000)
 TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
+ANYTHING = Leaf("a value that is nested less deeply", _is_plain)
+
+_LEAVES: Mapping[Any, Leaf] = {str: TEXT, int: COUNT, float: NUMBER, bool: FLAG, Any: ANYTHING}
 
 
-def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | None:
-    """Return the value in ``path`` as far as it fits. None if there is no such file.
-
-    Raises DamagedFileError if nothing of it can be used.
-    """
-    try:
-        value = _parse(_read_bytes(path))
-        return value if _check(shape)(value) else _fit(value, shape, "", _Notes(f"{path}: ", damage))
-    except FileNotFoundError:
-        return None
-    except Misfit as misfit:
-        raise DamagedFileError(f"{path} is damaged: {misfit}") from None
+# ------------------------------------------------------------------------------------------------- from JSON, and to it
 
 
-def fit(value: Any, shape: Shape) -> Any:
-    """Return ``value``, all of which must fit, with NaN and infinities as null. Raises Misfit."""
-    damage = list[str]()
-    _refuse_depth(value, "", MOST_NESTED)
-    found = _fit(fsio.finite(value), shape, "", _Notes("", damage))
-    if damage:
-        raise Misfit(damage[0])
-    return found
-
-
-def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = None) -> Any:
-    """Return what :func:`read` does, or ``default`` for a missing or useless file. A useless one is named."""
-    try:
-        value = read(path, shape, damage)
-    except DamagedFileError as error:
-        note(str(error), damage)
-        return default
-    return default if value is None else value
-
-
-def read_lines(path: Path, shape: Shape, damage: list[str] | None = None, *, may_be_empty: bool = True) -> list[Any]:
-    """Return the lines of ``path`` that fit; none of a missing file.
-
-    A last line without a line break counts if it fits: then only the break is missing.
-    """
-    try:
-        raw = _read_bytes(path, reading.LONG_BYTES)
-        if not raw and not may_be_empty:
-            raise Misfit("it is empty")
-    except FileNotFoundError:
-        return []
-    except Misfit as misfit:
-        note(f"{path} is damaged: {misfit}", damage)
-        return []
-    # A damaged line leaves the others as they are.
-    found = []
-    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n") if raw else [], 1):
-        try:
-            value = _parse(line)
-            fits = _check(shape)(value)
-            found.append(value if fits else _fit(value, shape, "", _Notes(f"{path}, line {number}: ", damage)))
-        except Misfit as misfit:
-            note(f"{path}, line {number}, is damaged and left out: {misfit}", damage)
-    return found
-
-
-def set_aside(path: Path, damage: Sequence[str]) -> None:
-    """Keep a damaged file under another name, so that a new one can be written."""
-    log.warning("%s; the file is kept as %s", "; ".join(damage), fsio.set_aside(path).name)
-
-
-def note(text: str, damage: list[str] | None) -> None:
-    """Add ``text`` to the list. Without a list warn of it, once in the life of this process."""
-    if damage is None:
-        _warn(text)
-    elif text not in damage:
-        damage.append(text)
+def decode(kind: type[T], value: Any) -> T:
+    """Return the value of type ``kind`` of what JSON holds. Raises Misfit."""
+    hint: Any = kind
+    decoded: T = _decoder(hint)(value)
+    return decoded
 
 
 @cache
-def _warn(text: str) -> None:
-    log.warning("%s", text)
+def _decoder(hint: Any) -> Decode:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        decode_leaf: Decode = args[1].decode
+        return decode_leaf
+    if hint in _LEAVES:
+        return _LEAVES[hint].decode
+    if origin in (Union, UnionType):  # of these only `X | None` is used
+        inner = _decoder(next(arg for arg in args if arg is not NoneType))
+        return lambda value: None if value is None else inner(value)
+    if origin in (tuple, list):
+        return _list_decoder(_decoder(args[0]), origin)
+    if origin in (Mapping, dict):
+        return _mapping_decoder(_decoder(args[1]))
+    if issubclass(hint, StrEnum):
+        return dataclasses.replace(one_of(*hint), load=hint).decode
+    return _record_decoder(hint)
+
+
+def _list_decoder(decode_item: Decode, kind: Decode) -> Decode:
+    def decode_list(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise Misfit(f"{_shown(value)} is not a list")
+        items = []
+        for index, item in enumerate(value):
+            try:
+                items.append(decode_item(item))
+            except Misfit as misfit:
+                raise misfit.within(f"[{index}]") from None
+        return kind(items)
+
+    return decode_list
+
+
+def _mapping_decoder(decode_item: Decode) -> Decode:
+    def decode_mapping(value: Any) -> dict[str, Any]:
+        items = {}
+        for name, item in _object(value).items():
+            try:
+                items[_clean(name)] = decode_item(item)
+            except Misfit as misfit:
+                raise misfit.within(_clean(name)) from None
+        return items
+
+    return decode_mapping
+
+
+def _record_decoder(kind: Any) -> Decode:
+    hints = get_type_hints(kind, include_extras=True)
+    fields = dataclasses.fields(kind)
+    decoders = {each.name: _decoder(hints[each.name]) for each in fields}
+    needed = [each.name for each in fields if each.default is each.default_factory is dataclasses.MISSING]
+
+    def decode_record(value: Any) -> Any:
+        known = {}
+        for name, item in _object(value).items():
+            if name in decoders:
+                try:
+                    known[name] = decoders[name](item)
+                except Misfit as misfit:
+                    raise misfit.within(name) from None
+        for name in needed:
+            if name not in known:
+                raise Misfit("this key is missing", name)
+        return kind(**known)
+
+    return decode_record
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Misfit(f"{_shown(value)} is not an object with keys")
+    return value
+
+
+@cache
+def _encoder(hint: Any) -> Decode | None:
+    """Return what makes JSON of a value of this type; None where it is JSON already."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        dump: Decode | None = args[1].dump
+        return dump
+    if hint in _LEAVES:
+        return None
+    if origin in (Union, UnionType):
+        inner = _encoder(next(arg for arg in args if arg is not NoneType))
+        return inner and (lambda value: None if value is None else inner(value))
+    if origin in (tuple, list):
+        item = _encoder(args[0])
+        return list if item is None else (lambda value: list(map(item, value)))
+    if origin in (Mapping, dict):
+        return dict
+    return str if issubclass(hint, StrEnum) else hint.to_json
+
+
+@cache
+def _encoders(kind: Any) -> dict[str, Decode | None]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: _encoder(hints[each.name]) for each in dataclasses.fields(kind)}
 
 
 @dataclass(frozen=True)
-class _Notes:
-    """Where parts that are left out are named."""
+class JsonRecord:
+    """An object with the keys that the fields declare. A key whose field has a default may be missing."""
 
-    where: str
-    damage: list[str] | None
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Return the record of a JSON value, of a message for example. Raises Misfit."""
+        return decode(cls, fsio.finite(value))
 
-    def left_out(self, misfit: Misfit) -> None:
-        note(f"{self.where}{misfit}; left out", self.damage)
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON, with all its keys."""
+        kind: Any = type(self)
+        values = ((name, getattr(self, name), encode) for name, encode in _encoders(kind).items())
+        return {name: value if encode is None else encode(value) for name, value, encode in values}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the record with other values."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class FileRecord(JsonRecord):
+    """The content of a file, or a line of one."""
+
+    version: int = field(default=VERSION, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.version > VERSION:
+            raise Misfit(f"{self.version} is of a newer toolkit, and this one knows {VERSION}", "version")
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the record in ``path``, as :func:`read` does."""
+        return read(path, cls)
+
+    @classmethod
+    def read_or_none(cls, path: Path) -> Self | None:
+        """Return the record in ``path``, as :func:`read_or_none` does."""
+        return read_or_none(path, cls)
+
+    @classmethod
+    def read_lines(cls, path: Path) -> list[Self]:
+        """Return the records in ``path``, as :func:`read_lines` does."""
+        return read_lines(path, cls)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def read(path: Path, kind: type[T]) -> T | None:
+    """Return the value in ``path``; None if there is no such file.
+
+    Raises DamagedFileError for a file that does not fit, and TornFileError for one that is not JSON.
+    """
+    try:
+        with _refused(str(path)):
+            return decode(kind, _parse(_read_bytes(path)))
+    except FileNotFoundError:
+        return None
+
+
+def read_or_none(path: Path, kind: type[T]) -> T | None:
+    """Return what :func:`read` does, but None, with a warning, for a file that does not fit. It is made anew."""
+    try:
+        return read(path, kind)
+    except DamagedFileError as error:
+        warn_once(f"{str(error).removesuffix(_ADVICE)}; it is not used")
+        return None
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """Return the values in the lines of ``path``; none of a missing file. Raises DamagedFileError."""
+    try:
+        with _refused(str(path)):
+            raw = _read_bytes(path, reading.LONG_BYTES)
+    except FileNotFoundError:
+        return []
+    found: list[T] = []
+    *whole, last = raw.split(b"\n")
+    for number, line in enumerate(whole, 1):
+        with _refused(f"{path}, line {number},"):
+            found.append(decode(kind, _parse(line)))
+    # The last line has no line break: it counts if only that is missing.
+    with contextlib.suppress(TornFileError), _refused(f"{path}, the last line,"):
+        found.append(decode(kind, _parse(last)))
+    return found
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn of something once in the life of this process."""
+    log.warning("%s", text)
+
+
+@contextlib.contextmanager
+def _refused(where: str) -> Iterator[None]:
+    """Raise a Misfit as the error of the file."""
+    try:
+        yield
+    except Misfit as misfit:
+        error = TornFileError if isinstance(misfit, _Torn) else DamagedFileError
+        raise error(f"{where} cannot be read: {misfit}{_ADVICE}") from None
 
 
 def _read_bytes(path: Path, most_bytes: int = reading.MOST_BYTES) -> bytes:
@@ -241,150 +358,15 @@ def _read_bytes(path: Path, most_bytes: int = reading.MOST_BYTES) -> bytes:
 def _parse(raw: bytes) -> Any:
     """Return the JSON value in ``raw``, of any type. Raises Misfit."""
     if not raw.strip(b"\0 \t\r\n"):
-        raise Misfit("it holds NUL bytes only" if b"\0" in raw else "it is empty")
+        raise _Torn("it holds NUL bytes only" if b"\0" in raw else "it is empty")
     try:
         return json.loads(raw.decode())
     except RecursionError:
         raise Misfit("it is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise Misfit(f"byte {error.start + 1} is no UTF-8") from None
+        raise _Torn(f"byte {error.start + 1} is no UTF-8") from None
     except ValueError as error:
-        raise Misfit(f"it is no JSON ({error})") from None
-
-
-#: The check of each shape that was asked for, by the shape's identity: dicts have no hash.
-_CHECKS: dict[int, tuple[Shape | Null, Callable[[Any], bool]]] = {}
-
-
-def _check(shape: Shape | Null) -> Callable[[Any], bool]:
-    """Return a check that is True only of values that :func:`_fit` returns as they are.
-
-    It is several times faster, because it names no keys. Nearly all files fit.
-    """
-    if id(shape) not in _CHECKS:
-        _CHECKS[id(shape)] = (shape, _new_check(shape))
-    return _CHECKS[id(shape)][1]
-
-
-def _new_check(shape: Shape | Null) -> Callable[[Any], bool]:
-    match shape:
-        case Leaf():
-            return shape.fits
-        case OrNull(inner) | Null(inner):
-            inner_check = _check(inner)
-            return lambda value: value is None or inner_check(value)
-        case Either():
-            checks = [_check(each) for each in shape.shapes]
-            return lambda value: any(each(value) for each in checks)
-        case ListOf(inner):
-            item_check = _check(inner)
-            return lambda value: isinstance(value, list) and all(map(item_check, value))
-        case MapOf(inner):
-            value_check = _check(inner)
-            return lambda value: (
-                isinstance(value, dict) and all(map(_is_text, value)) and all(map(value_check, value.values()))
-            )
-        case Record(keys):
-            by_name = {name: _check(each.shape if isinstance(each, Maybe) else each) for name, each in keys.items()}
-            needed = {name for name, each in keys.items() if not isinstance(each, Maybe)}
-
-            def check(value: Any) -> bool:
-                if not isinstance(value, dict) or not needed <= value.keys():
-                    return False
-                for name, item in value.items():
-                    # An unknown key may be nested too deeply: `_fit` looks.
-                    known = by_name.get(name)
-                    if isinstance(item, (dict, list)) if known is None else not known(item):
-                        return False
-                return True
-
-            return check
-
-
-def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
-    match shape:
-        case Leaf(what, fits):
-            if not fits(value):
-                raise Misfit(f"{_named(key)}{_shown(value)} is not {what}")
-            return value
-        case OrNull(inner):
-            return None if value is None else _fit(value, inner, key, notes)
-        case Either():
-            # If none fits, the last shape's reason is reported.
-            for each in shape.shapes[:-1]:
-                with contextlib.suppress(Misfit):
-                    return _fit(value, each, key, notes)
-            return _fit(value, shape.shapes[-1], key, notes)
-        case ListOf(inner):
-            if not isinstance(value, list):
-                raise Misfit(f"{_named(key)}{_shown(value)} is not a list")
-            if isinstance(inner, Leaf) and all(map(inner.fits, value)):  # fast for lists of thousands of nodes
-                return value
-            return [_fit(item, inner, f"{key}[{index}]", notes) for index, item in enumerate(value)]
-        case MapOf(inner):
-            _refuse_other_than_object(value, key)
-            items: dict[str, Any] = {}
-            for name, item in value.items():
-                try:
-                    _fit(name, TEXT, key, notes)
-                    items[name] = _fit(item, inner, _join(key, name), notes)
-                except Misfit as misfit:
-                    notes.left_out(misfit)
-            return items
-        case Record(keys):
-            _refuse_other_than_object(value, key)
-            # Keys that the shape does not name are passed on.
-            return {**dict(_fields_that_fit(value, keys, key, notes)), **_unknown(value, keys, key)}
-
-
-def _fields_that_fit(
-    value: Mapping[str, Any], keys: Mapping[str, Shape | Maybe | Null], key: str, notes: _Notes
-) -> Iterator[tuple[str, Any]]:
-    for name, shape in keys.items():
-        inner = shape.shape if isinstance(shape, (Maybe, Null)) else shape
-        # A key that must be there spoils the whole record; others are left out, or None.
-        if name not in value and inner is shape:
-            raise Misfit(f"it has no {_join(key, name)!r}")
-        if isinstance(shape, Null) and value.get(name) is None:
-            yield name, None
-        elif name in value:
-            try:
-                yield name, _fit(value[name], inner, _join(key, name), notes)
-            except Misfit as misfit:
-                if inner is shape:
-                    raise
-                notes.left_out(misfit)
-                if isinstance(shape, Null):
-                    yield name, None
-
-
-def _unknown(value: Mapping[str, Any], keys: Mapping[str, Any], key: str) -> dict[str, Any]:
-    more = {name: item for name, item in value.items() if name not in keys}
-    _refuse_depth(more, key, MOST_NESTED)
-    return more
-
-
-def _refuse_other_than_object(value: Any, key: str) -> None:
-    if not isinstance(value, dict):
-        raise Misfit(f"{_named(key)}{_shown(value)} is not an object with keys")
-
-
-def _refuse_depth(value: Any, key: str, left: int) -> None:
-    """Raise Misfit for a value that is nested too deeply to be copied or printed."""
-    if not isinstance(value, (dict, list)):
-        return
-    if not left:
-        raise Misfit(f"{_named(key)}it is nested too deeply")
-    for item in value.values() if isinstance(value, dict) else value:
-        _refuse_depth(item, key, left - 1)
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
-
-
-def _named(key: str) -> str:
-    return f"{key}: " if key else ""
+        raise _Torn(f"it is no JSON ({error})") from None
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
@@ -14,9 +14,7 @@ from typing import Annotated, Any, TypeAlias
 from toolkit.base import hostlist
 from toolkit.base.errors import RequestError
 from toolkit.base.procfs import ProcessIdentity
-from toolkit.files import records
-from toolkit.files.json_record import NULL, FileRecord, JsonCodec, JsonRecord
-from toolkit.files.records import MOMENT, NUMBER, TIME_TEXT, WORD, Leaf
+from toolkit.files.records import MOMENT, TIME_TEXT, WORD, FileRecord, JsonRecord, Leaf, one_of
 
 
 class RunState(StrEnum):
@@ -32,7 +30,6 @@ class RunState(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    UNREADABLE = "unreadable"  #: it has ended, and its result can no longer be read
 
     @property
     def is_waiting(self) -> bool:
@@ -55,6 +52,10 @@ class RunState(StrEnum):
         return not (self.is_waiting or self.has_ranks or self is RunState.RESTARTING)
 
 
+#: The word, in tables, for a run that has a file that cannot be read. Whether it goes on is not known.
+UNREADABLE = "unreadable"
+
+
 def state_word(shown: str) -> str:
     """Return the state in a table's text: ``lost`` of ``lost (FAILED)``, ``running`` of ``running? (silent)``."""
     return re.split(r"\?? \(", shown)[0]
@@ -62,9 +63,8 @@ def state_word(shown: str) -> str:
 
 Moment: TypeAlias = Annotated[float, MOMENT]
 Word: TypeAlias = Annotated[str, WORD]
-_SECONDS = Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12)
 #: Seconds by name, see `toolkit.metrics.goodput`.
-Seconds: TypeAlias = Mapping[str, Annotated[float, _SECONDS]]
+Seconds: TypeAlias = Mapping[str, float]
 Metrics: TypeAlias = Mapping[str, float | None]
 
 
@@ -81,12 +81,17 @@ def _hosts(text: str) -> tuple[str, ...] | None:
         return None
 
 
-_TIME = JsonCodec(TIME_TEXT, lambda text: datetime.fromisoformat(text).timestamp(), _iso)
+_TIME = replace(TIME_TEXT, load=lambda text: datetime.fromisoformat(text).timestamp(), dump=_iso)
 #: Seconds since the epoch, as text in the file.
 Time: TypeAlias = Annotated[float, _TIME]
-_HOST_LIST = Leaf("a host list", lambda value: isinstance(value, str) and _hosts(value) is not None)
+_HOST_LIST = Leaf(
+    "a host list",
+    lambda value: isinstance(value, str) and _hosts(value) is not None,
+    lambda text: _hosts(text) or (),
+    hostlist.compress,
+)
 #: Names of nodes, as a host list in the file: there may be thousands.
-Hosts: TypeAlias = Annotated[tuple[str, ...], JsonCodec(_HOST_LIST, lambda text: _hosts(text) or (), hostlist.compress)]
+Hosts: TypeAlias = Annotated[tuple[str, ...], _HOST_LIST]
 
 
 # ------------------------------------------------------------------------------------------------------ parts of files
@@ -284,21 +289,21 @@ class AttemptRecord(FileRecord):
     ended: Time
     cause: str  #: see `toolkit.run.attempt.facts`, as for the decision; a newer version may have others
     decision: str
-    job_id: str | None = field(default=None, metadata=NULL)
-    restart_count: int | None = field(default=None, metadata=NULL)
-    world_size: int | None = field(default=None, metadata=NULL)
-    stop_asked: Time | None = field(default=None, metadata=NULL)
-    step_start: int | None = field(default=None, metadata=NULL)
-    step_end: int | None = field(default=None, metadata=NULL)
-    step_saved: int | None = field(default=None, metadata=NULL)  #: the newest checkpoint at its end
+    job_id: str | None = None
+    restart_count: int | None = None
+    world_size: int | None = None
+    stop_asked: Time | None = None
+    step_start: int | None = None
+    step_end: int | None = None
+    step_saved: int | None = None  #: the newest checkpoint at its end
     gained_s: float = 0.0
     lost_nodes: tuple[str, ...] = ()
-    suspect: str | None = field(default=None, metadata=NULL)
+    suspect: str | None = None
     vacated_nodes: tuple[str, ...] = ()
-    first_failure: FirstFailure | None = field(default=None, metadata=NULL)
-    line: str | None = field(default=None, metadata=NULL)
+    first_failure: FirstFailure | None = None
+    line: str | None = None
     slow_nodes: tuple[Straggler, ...] = ()
-    submitted: Time | None = field(default=None, metadata=NULL)
+    submitted: Time | None = None
     goodput: Seconds = field(default_factory=dict)
     start_up: Seconds = field(default_factory=dict)  #: see `toolkit.metrics.start_up`
     code: int = 1  #: the number of the copy of the sources, see `toolkit resume --code`
@@ -318,7 +323,7 @@ _ENDS = tuple(state for state in RunState if state.is_over)
 class RunResult(FileRecord):
     """``result.json``: how the run ended."""
 
-    state: Annotated[RunState, JsonCodec(records.one_of(*_ENDS), RunState, str)]
+    state: Annotated[RunState, replace(one_of(*_ENDS), load=RunState, dump=str)]
     attempts: int = 0
     step: int | None = None
     epoch: int | None = None
@@ -332,7 +337,7 @@ class RunResult(FileRecord):
 
 # ----------------------------------------------------------------------------------------- owner.json, submission.json
 
-Executor: TypeAlias = Annotated[str, records.one_of("slurm", "local", "debug")]
+Executor: TypeAlias = Annotated[str, one_of("slurm", "local", "debug")]
 
 
 @dataclass(frozen=True)
@@ -342,12 +347,12 @@ class OwnerRecord(FileRecord):
     The executor ``debug`` is a rank 0 without a supervisor.
     """
 
-    number: int = 0
-    token: str = ""
-    executor: Executor = ""
-    host: str = ""
-    pid: int = 0
-    time: Moment = 0.0
+    number: int
+    token: str
+    executor: Executor
+    host: str
+    pid: int
+    time: Moment
     jobs: tuple[Word, ...] = ()
     follow_ups: tuple[Word, ...] = ()
     birth: str = ""  #: of the process, see `toolkit.base.procfs`
@@ -360,11 +365,6 @@ class OwnerRecord(FileRecord):
     def process(self) -> ProcessIdentity:
         """Return the process that owns the run."""
         return ProcessIdentity(self.host, self.pid, self.birth)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if no part of the file was missing or damaged, but perhaps its jobs."""
-        return len(self.given("number", "token", "executor", "host", "pid", "time")) == 6
 
     @property
     def job_id(self) -> str | None:
@@ -418,9 +418,6 @@ def waits_until(names: Sequence[str]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- point.json
 
-#: Any JSON value.
-Anything: TypeAlias = Annotated[Any, Leaf("a value", lambda value: True)]
-
 
 @dataclass(frozen=True)
 class SweepPoint(FileRecord):
@@ -428,5 +425,5 @@ class SweepPoint(FileRecord):
 
     sweep: str
     id: str
-    values: Mapping[str, Anything] = field(default_factory=dict)  #: of the swept keys
+    values: Mapping[str, Any] = field(default_factory=dict)  #: of the swept keys
     metric: str | None = None  #: by which runs are compared, as in ``checkpoint.keep_best``

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from toolkit.base import fsio, reading, trust
-from toolkit.base.errors import DamagedFileError, RunNotFoundError, nearest
+from toolkit.base.errors import DamagedFileError, RunNotFoundError, TornFileError, nearest
 from toolkit.files import records
 from toolkit.files.run_files import (
     AfterRecord,
@@ -25,7 +25,6 @@ from toolkit.files.run_files import (
     AttemptStatus,
     OwnerRecord,
     RunResult,
-    RunState,
     RunStatus,
     RunUsage,
     Submission,
@@ -159,30 +158,30 @@ class RunDir:
         """Return the file of a failing rank's report, see `toolkit.files.error_file`."""
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
-    def status(self, damage: list[str] | None = None) -> RunStatus:
-        """Return ``status.json`` as far as it can be read. It is empty before the first start.
+    def status(self) -> RunStatus:
+        """Return ``status.json``. It is empty before the first start. Raises DamagedFileError, as all that follow.
 
-        It is never flushed: after a power cut it may be damaged, and a requeued job must start all the same.
-        Here and below ``damage`` gets what cannot be read; without it that goes into the log.
+        It is never flushed to disk. Where a node has died it may be torn: then the run goes on from an empty one, whose
+        ``why`` says so.
         """
-        return RunStatus.read_or_none(self.path / "status.json", damage) or RunStatus()
+        try:
+            return RunStatus.read(self.path / "status.json") or RunStatus()
+        except TornFileError as error:
+            records.warn_once(str(error))
+            return RunStatus(why=str(error))
 
-    def point(self, damage: list[str] | None = None) -> SweepPoint | None:
+    def point(self) -> SweepPoint | None:
         """Return the run's point in its sweep; None for a run that belongs to none."""
-        return SweepPoint.read_or_none(self.path / "point.json", damage)
+        return SweepPoint.read(self.path / "point.json")
 
     @property
     def after_path(self) -> Path:
         """Return the file that says what the run waits for."""
         return self.path / "after.json"
 
-    def after(self, damage: list[str] | None = None) -> AfterRecord | None:
-        """Return what the run waits for before it starts, or None.
-
-        Raises DamagedFileError for a damaged file, unless ``damage`` is there to get it.
-        """
-        path = self.after_path
-        return AfterRecord.read(path) if damage is None else AfterRecord.read_or_none(path, damage)
+    def after(self) -> AfterRecord | None:
+        """Return what the run waits for before it starts, or None."""
+        return AfterRecord.read(self.after_path)
 
     def left_over(self) -> AttemptStatus | None:
         """Return the status of an attempt that was never closed, or None. Its supervisor died before it did so.
@@ -200,18 +199,11 @@ class RunDir:
 
     def write_status(self, status: RunStatus) -> None:
         """Replace ``status.json``. It is rewritten twice a second, so not flushed to disk."""
-        fsio.write_json(self.path / "status.json", status.to_file(), durable=False)
+        fsio.write_json(self.path / "status.json", status.to_json(), durable=False)
 
-    def result(self, damage: list[str] | None = None) -> RunResult | None:
-        """Return ``result.json``, or None while the run has not ended.
-
-        A damaged one is a result of the state ``unreadable``: the run has ended, and nothing says how.
-        """
-        try:
-            return RunResult.read(self.path / "result.json", damage)
-        except DamagedFileError as error:
-            records.note(str(error), damage)
-            return RunResult(RunState.UNREADABLE, attempts=0, metrics={}, why=str(error))
+    def result(self) -> RunResult | None:
+        """Return ``result.json``, or None while the run has not ended."""
+        return RunResult.read(self.path / "result.json")
 
     def hold_room(self) -> None:
         """Hold room on the disk for the last words of the run, if it has any now."""
@@ -225,25 +217,18 @@ class RunDir:
     def write_result(self, result: RunResult) -> None:
         """Replace ``result.json``, durably."""
         self.give_up_room()
-        fsio.write_json(self.path / "result.json", result.to_file())
+        fsio.write_json(self.path / "result.json", result.to_json())
 
     def clear_result(self) -> None:
-        """Remove the result of a run that goes on. A waiting program must not read the previous one.
+        """Remove the result of a run that goes on. A waiting program must not read the previous one."""
+        (self.path / "result.json").unlink(missing_ok=True)
 
-        A damaged one is kept under another name: it may be all that says how the run ended.
-        """
-        path, damage = self.path / "result.json", list[str]()
-        result = self.result(damage)
-        if result is not None and result.state is RunState.UNREADABLE and damage:
-            records.set_aside(path, damage)
-        path.unlink(missing_ok=True)
-
-    def attempts(self, damage: list[str] | None = None) -> list[AttemptRecord]:
-        """Return the closed attempts whose lines can be read, oldest first."""
-        return AttemptRecord.read_lines(self.path / "attempts.jsonl", damage)
+    def attempts(self) -> list[AttemptRecord]:
+        """Return the closed attempts, oldest first."""
+        return AttemptRecord.read_lines(self.path / "attempts.jsonl")
 
     def next_attempt(self, closed: Sequence[AttemptRecord]) -> int:
-        """Return a number that no attempt has had. An attempt whose line is missing or damaged counts, too.
+        """Return a number that no attempt has had. An attempt whose line is missing counts, too.
 
         ``closed`` are :meth:`attempts`. Attempts that shared a number would share their logs and error files.
         """
@@ -256,23 +241,27 @@ class RunDir:
 
     def add_attempt(self, line: AttemptRecord) -> None:
         """Append a closed attempt, durably."""
-        fsio.append_json_line(self.path / "attempts.jsonl", line.to_file())
+        fsio.append_json_line(self.path / "attempts.jsonl", line.to_json())
 
-    def usage(self, damage: list[str] | None = None) -> RunUsage:
-        """Return ``usage.json`` as far as it can be read; empty where nothing was measured."""
-        return RunUsage.read_or_none(self.path / "usage.json", damage) or RunUsage()
+    def usage(self) -> RunUsage:
+        """Return ``usage.json``; empty where nothing was measured. It may be torn, as the status."""
+        try:
+            return RunUsage.read(self.path / "usage.json") or RunUsage()
+        except TornFileError as error:
+            records.warn_once(str(error))
+            return RunUsage()
 
     def write_usage(self, usage: RunUsage) -> None:
         """Replace ``usage.json``. It is rewritten every minute, so not flushed to disk."""
-        fsio.write_json(self.path / "usage.json", usage.to_file(), durable=False)
+        fsio.write_json(self.path / "usage.json", usage.to_json(), durable=False)
 
-    def owner(self, damage: list[str] | None = None) -> OwnerRecord | None:
+    def owner(self) -> OwnerRecord | None:
         """Return ``owner.json``: who has the run now. None if there is no owner. See `run.records.ownership`."""
-        return OwnerRecord.read_or_none(self.path / "owner.json", damage)
+        return OwnerRecord.read(self.path / "owner.json")
 
     def write_owner(self, owner: OwnerRecord) -> None:
         """Replace ``owner.json``, durably."""
-        fsio.write_json(self.path / "owner.json", owner.to_file())
+        fsio.write_json(self.path / "owner.json", owner.to_json())
 
     def take_number(self, number: int) -> bool:
         """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it."""
@@ -299,9 +288,9 @@ class RunDir:
         """Return the number in ``owner.json``; None if it cannot be read."""
         try:
             owner = self.owner()
-        except OSError:
+        except (OSError, DamagedFileError):
             return None
-        return None if owner is None else owner.number or None
+        return None if owner is None else owner.number
 
     def belongs_to(self, number: int) -> bool:
         """True if no other owner has taken the run after the owner of this number.
@@ -312,13 +301,13 @@ class RunDir:
         latest = self.owner_number()
         return latest is None or latest <= number
 
-    def submission(self, damage: list[str] | None = None) -> Submission | None:
+    def submission(self) -> Submission | None:
         """Return how the run was last submitted: executor, job id, host. None for a user's own batch script."""
-        return Submission.read_or_none(self.submission_path, damage)
+        return Submission.read(self.submission_path)
 
     def write_submission(self, submission: Submission) -> None:
         """Replace ``submission.json``, durably."""
-        fsio.write_json(self.submission_path, submission.to_file())
+        fsio.write_json(self.submission_path, submission.to_json())
 
 
 def create(name: str, root: Path | None = None) -> RunDir:

@@ -104,15 +104,15 @@ def as_json(ledger: Ledger) -> dict[str, float]:
     return {part: round(ledger[part], 3) for part in PARTS} | {"ratio": round(ratio(ledger), 4)}
 
 
-def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] | None:
+def of_files(run: RunDir) -> dict[str, float] | None:
     """Return the ledger by the run's own files; None if nothing was measured.
 
-    It goes up to the run's end or its last sign of life. ``damage`` as in :meth:`RunDir.status`.
+    It goes up to the run's end or its last sign of life.
     """
-    result = run.result(damage)
+    result = run.result()
     if result is not None and result.goodput:
         return dict(result.goodput)
-    lines, status = run.attempts(damage), run.status(damage)
+    lines, status = run.attempts(), run.status()
     parts = [(line.begun, line.goodput, line.ended) for line in lines]
     away = away_s(lines)
     # The attempt that runs now has no line yet: take it from the status.

@@ -13,7 +13,7 @@ from toolkit.files import records
 from toolkit.files.records import COUNT, MOMENT, NUMBER
 from toolkit.files.rundir import RunDir
 
-#: More damaged lines than this are not named one by one.
+#: More lines that cannot be read are not named one by one.
 MOST_NAMED = 5
 
 
@@ -32,36 +32,35 @@ def path_of(run: RunDir) -> Path:
     return run.tensorboard / "metrics.jsonl"
 
 
-def read(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterator[MetricsLine]:
+def read(path: Path, start: int = 0) -> Iterator[MetricsLine]:
     """Yield the lines of ``path`` from byte ``start`` on. A missing file has none.
 
-    Damaged lines are left out and named in ``damage``, or in the log where that is None. A last line that is still
-    being written is left out silently.
+    A line that cannot be read is left out with a warning. A last line that is still being written is left out silently.
     """
     try:
         file = reading.open_file(path)
     except FileNotFoundError:
         return
     except OSError as error:
-        records.note(f"{path} cannot be read: {error.strerror or error}", damage)
+        records.warn_once(f"{path} cannot be read: {error.strerror or error}")
         return
     with file:
         file.seek(start)
-        end, damaged = start, 0
+        end, left_out = start, 0
         while raw := file.readline(reading.MOST_BYTES):
             end += len(raw)
             if len(raw) == reading.MOST_BYTES:
-                records.note(f"{path}: a line of more than {len(raw):,} bytes ends what is read", damage)
+                records.warn_once(f"{path}: a line of more than {len(raw):,} bytes ends what is read")
                 return
             line = _parse(raw, end)
             if line is not None:
                 yield line
             # A last line without a line break is still being written.
             elif raw.endswith(b"\n") and raw.strip():
-                damaged += 1
-                if damaged <= MOST_NAMED:
-                    text = f"{path}: the line that ends at byte {end} is damaged and left out"
-                    records.note(text + " (further ones are not named)" * (damaged == MOST_NAMED), damage)
+                left_out += 1
+                if left_out <= MOST_NAMED:
+                    text = f"{path}: the line that ends at byte {end} cannot be read and is left out"
+                    records.warn_once(text + " (further ones are not named)" * (left_out == MOST_NAMED))
 
 
 def _parse(raw: bytes, end: int) -> MetricsLine | None:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.base import fsio, reading
-from toolkit.files import records
-from toolkit.files.records import COUNT, Record
+from toolkit.base import fsio, logs, reading
 
 if TYPE_CHECKING:
     import torch
 
     from toolkit.ranks.state import Json
+
+log = logs.get(__name__)
 
 #: Of figures of each rank. In a larger world they would fill the event file, and no screen could show them.
 MOST_CURVES = 64
@@ -171,8 +171,7 @@ def _encode(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
-_LINE = Record({"step": COUNT})
-#: A smaller file is read whole at a resume, so that damage anywhere in it is found.
+#: A smaller file is read whole at a resume, so that a bad line anywhere in it is found.
 _READ_WHOLE_BYTES = 1 << 24
 
 
@@ -180,16 +179,15 @@ def _end_of(path: Path, step: int | None) -> int:
     """Return the byte where the lines after ``step`` begin.
 
     Long files, with a million lines, are searched from the end. The rest of a last line that a kill has left is
-    dropped. A file with a damaged line in the part searched is kept under another name, and its undamaged lines are
-    written anew. Only that takes room on the disk, which may be full.
+    dropped. The file is never flushed, so a node that died may have left other lines that cannot be read. Then it is
+    kept under another name, and the good lines are written anew. Only that takes room on the disk, which may be full.
     """
     if step is None or not path.exists() or not path.stat().st_size:
         return 0
-    damage: list[str] = []
     if path.stat().st_size < _READ_WHOLE_BYTES:
-        records.read_lines(path, _LINE, damage)
-    if damage:
-        return _written_anew(path, step)
+        *lines_of_file, _ = reading.read_bytes(path).split(b"\n")
+        if any(_step_in(line + b"\n") is None for line in lines_of_file):
+            return _written_anew(path, step)
     with reading.open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
         end = lines.rfind(b"\n") + 1
         # Line by line from the end, until one is of the resumed step or before.
@@ -199,7 +197,7 @@ def _end_of(path: Path, step: int | None) -> int:
             start = lines.rfind(b"\n", 0, end - 1) + 1
             found = _step_in(lines[start:end])
             if found is None:
-                break  # damaged: read the whole file instead
+                break  # it cannot be read: read the whole file instead
             if found <= step:
                 return end
             end = start
@@ -209,17 +207,16 @@ def _end_of(path: Path, step: int | None) -> int:
 
 
 def _written_anew(path: Path, step: int) -> int:
-    """Keep only the undamaged lines up to ``step``; return their size in bytes."""
-    damage: list[str] = []
-    whole = [line for line in records.read_lines(path, _LINE, damage) if line["step"] <= step]
-    if damage:
-        records.set_aside(path, damage)
-    fsio.write_atomic(path, b"".join(_encode(fsio.finite(line)) for line in whole))
+    """Keep only the good lines up to ``step``; return their size in bytes."""
+    lines = [line + b"\n" for line in reading.read_bytes(path, reading.LONG_BYTES).split(b"\n")]
+    good = [line for line in lines if (found := _step_in(line)) is not None and found <= step]
+    log.warning("%s has lines that cannot be read; it is kept as %s", path, fsio.set_aside(path).name)
+    fsio.write_atomic(path, b"".join(good))
     return path.stat().st_size
 
 
 def _step_in(line: bytes) -> int | None:
-    """Return the step of a line. None for a damaged line, or one without a line break."""
+    """Return the step of a line. None for one that cannot be read, or has no line break."""
     try:
         found = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -139,15 +139,15 @@ class FileReporter(_Latest):
         if not self._owns_run():
             log.error("run %s was started again by another process, and belongs to it: this one ends", self._run_dir.id)
             os._exit(EXIT_FAILED)  # all that it writes from now on would damage the run
-        progress = RunProgress.load(fields)
+        progress = RunProgress.from_json(fields)
         status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)
         with contextlib.suppress(OSError):  # a full disk; the next one is a second away
             self._run_dir.write_status(status)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         wall_s = round(time.time() - self._started, 3)
-        keys = {"state": RunState.COMPLETED, "attempts": 1} | dict(result) | {"wall_s": wall_s}
-        self._run_dir.write_result(RunResult.load(keys).replace(state=RunState.COMPLETED))
+        known = {"attempts": 1, **result, "wall_s": wall_s, "state": RunState.COMPLETED}
+        self._run_dir.write_result(RunResult.from_json(known))
         self._status = self._status.replace(ended=time.time())
 
     def close(self) -> None:

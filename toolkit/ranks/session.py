@@ -37,7 +37,7 @@ from toolkit.base.procfs import ProcessIdentity
 from toolkit.config import DistConfig
 from toolkit.devices.kinds import is_of_devices
 from toolkit.files import error_file, records, rundir
-from toolkit.files.records import COUNT, TEXT, Record
+from toolkit.files.records import JsonRecord
 from toolkit.files.run_files import RunStatus
 from toolkit.hang import Activity
 from toolkit.nodes.agent import reports
@@ -341,7 +341,15 @@ RETRY_S = 0.2
 
 
 #: The rendezvous file: where rank 0's store listens.
-_WRITTEN = Record({"host": TEXT, "port": COUNT, "nonce": TEXT})
+
+
+@dataclass(frozen=True)
+class _StoreAddress(JsonRecord):
+    """Where rank 0 serves the store."""
+
+    host: str
+    port: int
+    nonce: str
 
 
 def open_store(
@@ -392,7 +400,7 @@ def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
     # Without a known address: listen on all of them, and let the others use the host name.
     store = _served(address or network.wildcard(), world_size, timeout)
     store.set(NONCE_KEY, nonce)
-    fsio.write_json(path, {"host": address or socket.gethostname(), "port": store.port, "nonce": nonce})
+    fsio.write_json(path, _StoreAddress(address or socket.gethostname(), store.port, nonce).to_json())
     # The file is removed once all ranks are in, or the wait has failed.
     store.set("toolkit/joined/0", "1")
     try:
@@ -405,7 +413,7 @@ def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
 def _join(path: Path, rank: int, timeout: timedelta) -> Store:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        written = records.read_or(path, _WRITTEN, None)
+        written = records.read_or_none(path, _StoreAddress)
         if written is not None:
             with contextlib.suppress(RuntimeError, OSError, OverflowError):  # refused: the port of an older launch
                 store = _connect(written, timeout)
@@ -418,11 +426,10 @@ def _join(path: Path, rank: int, timeout: timedelta) -> Store:
     )
 
 
-def _connect(written: dict[str, Any], timeout: timedelta) -> Store:
-    host, port = written["host"], written["port"]
-    socket.create_connection((host, port), timeout=5).close()  # TCPStore itself would retry for the whole timeout
-    store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    if store.get(NONCE_KEY).decode() != written["nonce"]:
+def _connect(at: _StoreAddress, timeout: timedelta) -> Store:
+    socket.create_connection((at.host, at.port), timeout=5).close()  # TCPStore itself would retry for the whole timeout
+    store = TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    if store.get(NONCE_KEY).decode() != at.nonce:
         raise OSError("another launch's store")
     return store
 

@@ -27,8 +27,7 @@ from toolkit.base import fsio
 from toolkit.base.errors import SlurmError
 from toolkit.base.procfs import Life, ProcessIdentity
 from toolkit.base.trust import cache_dir
-from toolkit.files.json_record import FileRecord
-from toolkit.files.records import MOMENT
+from toolkit.files.records import MOMENT, FileRecord
 from toolkit.slurm import cluster_name, commands
 from toolkit.slurm.commands import TIMEOUT_S, SlurmCommands
 from toolkit.slurm.jobs import JobStatus, parse_statuses, rows_by_id, status_line
@@ -172,7 +171,7 @@ class SharedQueue:
         if self._path is None:
             return self._own
         with contextlib.suppress(OSError):
-            return QueueAnswer.read_or_none(self._path, []) or QueueAnswer()
+            return QueueAnswer.read_or_none(self._path) or QueueAnswer()
         return QueueAnswer()
 
     def _write(self, answer: QueueAnswer) -> None:
@@ -180,7 +179,7 @@ class SharedQueue:
         if self._path is None:
             return
         try:
-            fsio.write_json(self._path, answer.to_file(), durable=False)
+            fsio.write_json(self._path, answer.to_json(), durable=False)
         except OSError:  # a full disk: from now on this process keeps its own
             self._path = None
 

@@ -48,7 +48,7 @@ def config_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
 
 def swept_hparams(run_dir: Path) -> dict[str, bool | int | float | str]:
     """Return the values of the keys that the run's sweep varies, as hyper-parameters. Empty without a sweep."""
-    point = RunDir(run_dir).point([])
+    point = RunDir(run_dir).point()
     return {} if point is None else _shown(point.values.items())
 
 

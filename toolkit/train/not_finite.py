@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from toolkit.config import TrainConfig, choose
 from toolkit.data.loader import Batches
 from toolkit.data.randomness import reseed
 from toolkit.files import records
-from toolkit.files.records import COUNT, Record
+from toolkit.files.records import JsonRecord
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
@@ -193,7 +194,12 @@ NAMED = 10
 #: Without ``train.rollback_after`` the run ends after this many in a row, instead of wasting its time forever.
 ENDLESS = 1000
 
-_LINE = Record({"step": COUNT})
+
+@dataclass(frozen=True)
+class _SkippedStep(JsonRecord):
+    """A line of ``skipped_steps.jsonl``, as far as it is read."""
+
+    step: int
 
 
 class SkippedSteps:
@@ -214,7 +220,7 @@ class SkippedSteps:
         self._waits = False  #: the last steps were left out or rolled back, and none was made since
         # A resumed run leaves some steps out again: they are in the list already.
         if self._is_on and self._writes:
-            self._listed = {line["step"] for line in records.read_lines(self._path, _LINE)}
+            self._listed = {line.step for line in records.read_lines(self._path, _SkippedStep)}
 
     def note(self, step: int, skipped: Tensor | None) -> None:
         """Keep the verdict on step number ``step``, on the device."""

@@ -1,4 +1,4 @@
-"""Every file of a run, damaged in every way. Commands name it and go on, and the supervisor brings the run back."""
+"""Every file of a run, damaged in every way. Commands name it and hide no other run; no supervisor trains on it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT,
 from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import ToolkitError
+from toolkit.base.errors import DamagedFileError, ToolkitError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest, TensorPart, TensorRecord, ValueRecord
 from toolkit.config import JobConfig
 from toolkit.files import records, rundir
 from toolkit.files.run_files import OwnerRecord, RunProgress, RunState, Straggler
 from toolkit.files.rundir import RunDir
+from toolkit.metrics import sinks
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
@@ -174,6 +175,7 @@ def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
         argvs += [["stop", run.id], ["cancel", run.id], ["resume", run.id]]
     said = {}
     for argv in argvs:
+        records.warn_once.cache_clear()
         answer = command(argv)
         if "--json" in argv and answer.out:
             json.loads(answer.out, parse_constant=_refuse)
@@ -189,7 +191,7 @@ def _resumed_sink(run: RunDir) -> None:
 def _said_by(read: Any, run: RunDir) -> str:
     """Return the warnings of ``read``, or its error."""
     warnings: list[str] = []
-    log, kept = records.log, records.log.warning
+    log, kept = sinks.log, sinks.log.warning
     try:
         log.warning = lambda text, *args: warnings.append(text % args)
         read(run)
@@ -281,10 +283,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, count: int) -> None:
+def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged_or_names_the_file(run: RunDir, count: int) -> None:
     """Attempt 2 is left over: its number must not be given again.
 
-    Only a user's request, or an end, keeps the run from going on.
+    Only a user's request, an end, or a file that it names keeps the run from going on.
     """
     stop_request.ask(run, stop_request.Intent.STOP)
     stopped = Folder(run.path)
@@ -294,11 +296,14 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, co
     def check(case: Damaged) -> str:
         (stopped if case.name == "intent.json" else folder).restore()
         (run.path / case.name).write_bytes(case.content)
-        # the highest number that the damaged files still show
-        had = max(2, *(line.attempt for line in run.attempts([])), 0)
         ranks = Ranks(completes)
-        code = Supervisor(run, JobConfig(), Allocation(("here",), (2,), 1), ranks, None).run()
-        numbers = [line.attempt for line in run.attempts([])]
+        try:
+            # the highest number that the damaged files still show
+            had = max(2, *(line.attempt for line in run.attempts()), 0)
+            code = Supervisor(run, JobConfig(), Allocation(("here",), (2,), 1), ranks, None).run()
+        except DamagedFileError as error:
+            return _refusal(case, str(error), ranks)
+        numbers = [line.attempt for line in run.attempts()]
         result = run.result()
         assert result is not None
         assert len(numbers) == len(set(numbers)), f"a number was given twice: {numbers}"
@@ -312,6 +317,12 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, co
 
     fuzz("damaged files, supervisor", damaged(stopped.files), check, count)
     folder.restore()
+
+
+def _refusal(case: Damaged, why: str, ranks: Ranks) -> str:
+    assert case.name in why
+    assert len(ranks._acts) == 1, f"trained although {why}"
+    return NAMED
 
 
 # ------------------------------------------------------------------------------------------------------ a real run

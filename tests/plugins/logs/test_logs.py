@@ -134,7 +134,7 @@ def test_following_the_log_of_a_run_without_a_process_ends(
     (run.path / "result.json").unlink()
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
-    fsio.write_json(run.path / "owner.json", OwnerRecord(1, "", "local", socket.gethostname(), 2**22 + 1, AT).to_file())
+    fsio.write_json(run.path / "owner.json", OwnerRecord(1, "", "local", socket.gethostname(), 2**22 + 1, AT).to_json())
     assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
     assert capsys.readouterr().out == "the last line\n"
     assert 0 < len(naps) <= 2 * LOOK_EVERY

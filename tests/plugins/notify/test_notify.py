@@ -66,7 +66,7 @@ def test_the_command_is_told_run_state_and_reason_and_reads_the_result(
     for name in [name for name in os.environ if name.startswith("TOOLKIT_") and name != "TOOLKIT_RUN_DIR"]:
         monkeypatch.delenv(name)  # of the user who runs the tests
     notify.notify(run)
-    assert said(tmp_path) == [{"version": 1, **result}]
+    assert said(tmp_path) == [RunResult.from_json(result).to_json()]
     environ = dict(line.split("=", 1) for line in (tmp_path / "note.env").read_text().splitlines() if "=" in line)
     told = {name: value for name, value in environ.items() if name.startswith("TOOLKIT_")}
     assert told == {

@@ -343,19 +343,25 @@ def test_the_attempt_that_runs_now_is_in_the_timeline() -> None:
     assert "node7" in page.texts
 
 
-def test_a_damaged_run_gets_a_report_that_names_the_damage(run: RunDir) -> None:
-    for name in (
-        "status.json",
-        "result.json",
-        "attempts.jsonl",
-        "nodes.json",
-        "config.yaml",
-        "tensorboard/metrics.jsonl",
-    ):
+@pytest.mark.parametrize("name", ["status.json", "result.json", "attempts.jsonl", "nodes.json"])
+def test_of_several_runs_one_that_cannot_be_read_is_left_out_and_named(
+    run: RunDir, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = made()
+    (run.path / name).write_text("[]\n")
+    page = report(other.id, run.id)
+    assert any(text.startswith(f"left out: {run.name}/{run.id}: ") and name in text for text in page.texts)
+    assert cli.main(["report", run.id]) == EXIT_REQUEST
+    assert f"{name}" in capsys.readouterr().err
+
+
+def test_what_can_be_read_of_config_and_metrics_is_in_the_report(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("config.yaml", "tensorboard/metrics.jsonl"):
         (run.path / name).write_bytes(b"\x00\xff{[\n" * 9)
     page = report(run.id)
-    for name in ("status.json", "result.json", "attempts.jsonl", "nodes.json", "config.yaml", "metrics.jsonl"):
-        assert any(text.startswith("damaged: ") and name in text for text in page.texts), name
+    assert "The config cannot be read." in page.texts
+    assert "config.yaml cannot be read" in caplog.text
+    assert "metrics.jsonl: the line that ends at byte 5 cannot be read" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- bad requests

@@ -68,7 +68,9 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     def falls_silent(ranks: Ranks) -> None:
         ranks.report(step=10, step_start=0)
         if is_killed:
-            ranks.events.put(RanksExited((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
+            ranks.events.put(
+                RanksExited((int(ranks.hosts[0] == "dead"),), "node3", "exit code 1", None, time.time(), 1)
+            )
         else:
             AGENTS.unsure_hosts = frozenset({"dead"})
 

@@ -47,7 +47,7 @@ class Trial:
         self, *hosts: str, folder: Mapping[str, float] = FOLDER, follower: str = "77", is_summed: bool = True
     ) -> None:
         record = Measured("gloo", hosts or ("a", "b"), ("eth0", "eth0"), follower, "", is_summed, folder)
-        fsio.write_json(self.dir.path / MEASURED, record.to_file())
+        fsio.write_json(self.dir.path / MEASURED, record.to_json())
 
     def attempt(self, number: int, job: str, start: int, end: int, began: float) -> None:
         decision = Decision.REQUEUE if number == 1 else Decision.FINISH
@@ -68,7 +68,7 @@ class Trial:
         self.dir.write_result(RunResult(state=state, why=why))
 
     def follow(self, shrunk_s: float | None = 0.1, why: str = "", nodes: int = 2) -> None:
-        fsio.write_json(self.dir.path / FOLLOWED, Followed(time.time(), nodes, shrunk_s, why).to_file())
+        fsio.write_json(self.dir.path / FOLLOWED, Followed(time.time(), nodes, shrunk_s, why).to_json())
 
     def start(self) -> proof._ProofRun:
         profile = SiteProfile(made=0.0, cluster="alps", requeue_delay_s=0.0)

@@ -55,7 +55,7 @@ def test_a_record_that_names_another_file_counts_for_nothing(source: Path, cache
     made = packed(source / name, cache)
     precious = cache.parent / "precious"
     precious.write_bytes(bytes(made.size_bytes))
-    fsio.write_json(cache / f"{made.key}.json", made.replace(file=str(precious)).to_file())
+    fsio.write_json(cache / f"{made.key}.json", made.replace(file=str(precious)).to_json())
     again = packed(source / name, cache)
     assert again.file == made.file
     package.discard(again)

@@ -154,7 +154,9 @@ def test_auto_refuses_what_does_not_pay(
     environment: Path, tmp_path: Path, figures: ImportFigures | None, waited_s: float
 ) -> None:
     if figures is not None:
-        Start(tmp_path).staging._keep_figures(**figures.given("import_s", "waited_s", "copied_s"))
+        Start(tmp_path).staging._keep_figures(
+            import_s=figures.import_s, waited_s=figures.waited_s, copied_s=figures.copied_s
+        )
     start = Start(tmp_path)
     start.import_all(9.0, waited_s)
     start.says("the environment is not copied to the nodes: imports took 9.0 s")

@@ -128,4 +128,4 @@ def test_a_point_that_waits_for_its_second_start_can_be_told_not_to(
 
 
 def look(sweep: SweepDir) -> list[PointStanding]:
-    return standings(sweep, lambda jobs: {}, show.status_rows, [])
+    return standings(sweep, lambda jobs: {}, show.status_rows)

@@ -14,6 +14,7 @@ from toolkit.base import reading
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RunNotFoundError
 from toolkit.cli import main as cli
 from toolkit.cli import show
+from toolkit.cli.run_rows import RunRow
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.nodes.allocation import Allocation
@@ -30,9 +31,9 @@ from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
 
 
-def look(sweep: SweepDir, slurm: FakeSlurm, damage: list[str] | None = None) -> dict[int, PointStanding]:
+def look(sweep: SweepDir, slurm: FakeSlurm) -> dict[int, PointStanding]:
     queue = SharedQueue(slurm, None)
-    found = standings(sweep, queue.show_jobs, show.status_rows, [] if damage is None else damage)
+    found = standings(sweep, queue.show_jobs, show.status_rows)
     return {each.point.values["train.seed"]: each for each in found}
 
 
@@ -333,7 +334,12 @@ def test_stop_after_a_retry_asks_slurm_about_jobs_that_are_gone() -> None:
     assert [row.state for row in slurm.user_jobs()] == ["CANCELLED", "CANCELLED"]
     # A run of a status without a job, as a supervisor without Slurm leaves it, has none to signal.
     run = sent.sweep.run_of(sent.sweep.arrays()[0].points()[0])
-    working = PointStanding(sent.sweep.arrays()[0].points()[0], run, "running", row={"executor": "slurm"})
+    working = PointStanding(
+        sent.sweep.arrays()[0].points()[0],
+        run,
+        "running",
+        row=RunRow(run.id, run.name, str(run.path), executor="slurm"),
+    )
     (run.path / "owner.json").unlink()
     run.write_status(run.status().replace(job_id=None))
     assert again.stop(sent.sweep, [working], slurm) == (0, 1)
@@ -352,17 +358,21 @@ def test_points_of_different_sizes_are_retried_in_arrays_of_their_own() -> None:
         assert [str(point.values["cluster.nodes"]) for point in array.points()] == [size, size]
 
 
-def test_what_is_damaged_is_never_in_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_of_points_that_cannot_be_read_is_refused_and_hides_no_other_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sent = submit(FakeSlurm(), "train.seed=0..2")
     with sent.sweep.arrays()[0].points_path.open("a") as file:
-        file.write("{\n")
-    for arguments in (["export"], ["export", "--json"], ["status", "--json"]):
-        assert cli.main(["sweep", arguments[0], "mine", *arguments[1:]]) == 0
+        file.write("{}\n")
+    for arguments in (["export"], ["export", "--json"], ["status", "--json"], ["status"]):
+        assert cli.main(["sweep", arguments[0], "mine", *arguments[1:]]) == 2
         captured = capsys.readouterr()
-        assert "damaged:" not in captured.out
-        assert "0001.jsonl, line 4, is damaged" in captured.err
-    assert cli.main(["sweep", "status", "mine"]) == 0
-    assert "0001.jsonl, line 4, is damaged" in capsys.readouterr().out
+        assert captured.out == ""
+        assert "0001.jsonl, line 4, cannot be read: id: this key is missing" in captured.err
+    assert cli.main(["status", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["run"], row["state"]) == ("mine", "unreadable")
+    assert row["why"].startswith("arrays/0001.jsonl, line 4, cannot be read")
 
 
 def test_best_and_export_tell_what_the_results_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,7 +396,7 @@ def test_best_and_export_tell_what_the_results_say(capsys: pytest.CaptureFixture
     assert [line.split(",", 2)[2] for line in lines[1:]] == expected
 
 
-def test_a_damaged_run_is_a_row_like_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_read_is_a_row_like_others(capsys: pytest.CaptureFixture[str]) -> None:
     slurm = FakeSlurm()
     sent = submit(slurm, "train.seed=0..2")
     start(sent.sweep, slurm, 0)
@@ -491,7 +501,7 @@ def test_a_point_says_in_words_what_it_waits_for() -> None:
         f"{sent.jobs[0]}_{index}": JobStatus(f"{sent.jobs[0]}_{index}", "PENDING", "JobArrayTaskLimit")
         for index in (0, 1)
     }
-    found = standings(sent.sweep, lambda _: waiting, show.status_rows, [])
+    found = standings(sent.sweep, lambda _: waiting, show.status_rows)
     assert {each.why for each in found} == {"as many elements of its array run as it allows (JobArrayTaskLimit)"}
 
 

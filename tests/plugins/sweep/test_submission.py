@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
-from toolkit.base.errors import ConfigError, DamagedFileError, RequestError
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.files.run_files import RunState
 from toolkit.plugins import testing
 from toolkit.plugins.sweep import element, points, request, submission, sweep_folder
@@ -337,43 +337,21 @@ def test_an_element_of_a_retry_takes_a_failed_run_over_and_leaves_a_completed_on
     assert again is not None
     failed = element.claim(retry, 0, again.token)
     assert failed is not None
-    owner = ownership.read(failed)
+    owner = failed.owner()
     assert (failed.result(), owner and owner.token) == (None, again.token)
     assert element.claim(retry, 0, again.token) == failed  # the same job, started again by Slurm
     assert element.claim(retry, 1, again.token) is None
 
 
-def test_a_damaged_list_is_named_and_nothing_is_submitted_over_it() -> None:
+def test_a_list_that_cannot_be_read_is_named_and_nothing_is_submitted_over_it() -> None:
     slurm = FakeSlurm()
     sent = submit(slurm, "train.seed=0..2")
     (array,) = sent.sweep.arrays()
     lines = array.points_path.read_text().splitlines()
     array.points_path.write_text("\n".join([lines[0], lines[1][:40], lines[2]]) + "\n")
-    with pytest.raises(RequestError, match=r"0001\.jsonl, line 2, is damaged"):
+    with pytest.raises(RequestError, match=r"0001\.jsonl, line 2, cannot be read"):
         submit(slurm, "train.seed=0..5")
     assert len(slurm.submitted) == 1
-
-
-def test_a_damaged_line_moves_no_other_point() -> None:
-    sent = submit(FakeSlurm(), "train.seed=0..2")
-    (array,) = sent.sweep.arrays()
-    record, whole = array.record(), array.points()
-    assert record is not None
-    lines = array.points_path.read_text().splitlines()
-    array.points_path.write_text("\n".join([lines[0], lines[1][:40], lines[2]]) + "\n")
-    assert element.claim(array, 2, record.token) == sent.sweep.run_of(whole[2])
-    newest = sweep_folder.newest([array], [])
-    for point, index in ((whole[0], 0), (whole[2], 2)):
-        job = array.job_of(point, newest[point.id][2], record)
-        assert job is not None
-        assert job.ids == (f"{sent.jobs[0]}_{index}",)
-    with pytest.raises(DamagedFileError, match=r"0001\.jsonl, line 2"):
-        element.claim(array, 1, record.token)
-    # A list that nothing is left of gives no job.
-    array.points_path.write_text("")
-    array.write_record(record.replace(job_id=None))
-    with pytest.raises(DamagedFileError, match=r"0001\.jsonl has no point that can be read"):
-        submission.submit_array(array, sent.sweep.record() or pytest.fail("no record"), FakeSlurm())
 
 
 def test_equal_points_of_two_sweeps_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ def test_a_new_waiting_run_is_asked_about_within_half_a_minute(hour: Hour) -> No
     hour.calls_of(watcher, seconds=1800, every_s=30)
     new = hour.run("queued", hour.slurm.sbatch(["job.sh"]))
     hour.calls_of(watcher, seconds=60, every_s=10)
-    (row,) = (row for row in watcher.rows() if row["run"] == new.id)
-    assert row["state"] == "queued (PENDING, Priority)"
+    (row,) = (row for row in watcher.rows() if row.run == new.id)
+    assert row.state == "queued (PENDING, Priority)"
 
 
 def test_a_run_that_ends_stays_in_the_table_for_an_hour(hour: Hour) -> None:
@@ -103,7 +103,7 @@ def test_a_run_that_ends_stays_in_the_table_for_an_hour(hour: Hour) -> None:
     watcher = hour.watcher()
     run.write_status(RunStatus(RunState.COMPLETED, job_id="1", ended=hour.slurm.now, updated=hour.slurm.now))
     run.write_result(RunResult(RunState.COMPLETED))
-    assert [row["state"] for row in watcher.rows()] == ["completed"]
+    assert [row.state for row in watcher.rows()] == ["completed"]
     hour.slurm.advance(3700)
     assert watcher.rows() == []
 
@@ -126,15 +126,15 @@ def test_a_sweep_is_one_row_until_an_hour_after_its_end(hour: Hour) -> None:
     job = hour.slurm.sbatch(["--array=0-1", "job.sh"])
     array.write_record(ArrayRecord("token", "slurm", job_id=job))
     points = [Point(str(index), f"digits/20260131-120000-0000000{index}", index=index) for index in range(2)]
-    array.points_path.write_text("".join(f"{json.dumps(point.to_file())}\n" for point in points))
+    array.points_path.write_text("".join(f"{json.dumps(point.to_json())}\n" for point in points))
     single, watcher = hour.run("running", "9"), hour.watcher()
     first = watcher.rows()
-    assert [row["run"] for row in first] == ["seeds", single.id]
-    assert first[0]["points"] == {"queued": 2}
+    assert [row.run for row in first] == ["seeds", single.id]
+    assert first[0].points == {"queued": 2}
     assert len(hour.slurm.asked_for_jobs) == 1
     hour.slurm.cancel(job)
     hour.slurm.advance(watching.ENDED_S + 60)
-    assert [row["run"] for row in watcher.rows()] == [single.id]
+    assert [row.run for row in watcher.rows()] == [single.id]
 
 
 @pytest.fixture

@@ -163,14 +163,11 @@ def test_an_attempt_that_was_not_closed_is_read_from_its_error_files(run: RunDir
     assert (found.rule, found.rank) == ("py.key", 1)
 
 
-def test_damaged_folders_are_read_as_far_as_possible(run: RunDir) -> None:
+def test_what_ranks_have_left_is_read_as_far_as_possible(run: RunDir) -> None:
     close(run, "crashed", "KeyError: 'labels'")
     run.error_file(1, 2).parent.mkdir(parents=True, exist_ok=True)
     run.error_file(1, 2).write_bytes(b"\xff{")
     run.rank_log(1, 2).mkdir()  # a folder where the log should be
-    (run.path / "result.json").write_text("[]")
-    with (run.path / "attempts.jsonl").open("a") as file:
-        file.write("nonsense\n")
     assert named(run) == "py.key"
 
 

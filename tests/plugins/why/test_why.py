@@ -216,7 +216,10 @@ def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(
     info = {"py_callstack": "Traceback (most recent call last):\nRuntimeError: theirs\n", "timestamp": "1700000000"}
     fsio.write_json(run.error_file(1, 1), {"message": {"message": "RuntimeError: theirs", "extraInfo": info}})
     (run.error_file(1, 0)).write_text('{"message": {"mess')  # killed while it wrote
-    lines = page(run, capsys)
+    assert cli.main(["why", run.id]) == EXIT_DONE
+    out, err = capsys.readouterr()
+    assert f"{run.error_file(1, 0)} cannot be read: it is no JSON" in err
+    lines = out.splitlines()
     assert "first failure: rank 1 on node2, attempt 1: RuntimeError: theirs" in lines
     assert "  RuntimeError: theirs" in lines
     assert "  1 other rank failed after it, most likely because of it" in lines
@@ -248,13 +251,14 @@ def test_as_json_a_run_that_never_started_is_a_document_too(run: RunDir, capsys:
     assert (told["state"], told["attempts"], told["first_failure"], told["steps_lost"]) == ("unknown", [], None, 0)
 
 
-def test_a_number_that_is_none_in_the_files_leaves_the_document_json(
+def test_a_line_with_a_number_that_is_none_is_refused_by_its_key(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = attempt(1, "crashed", "give_up").to_json()
-    line = json.dumps({**keys, "loss": float("nan")})  # NaN, as Python writes it
+    line = json.dumps({**keys, "goodput": {"training": float("nan")}})  # NaN, as Python writes it
     (run.path / "attempts.jsonl").write_text(line + "\n")
-    assert document(run, capsys)["attempts"][0]["loss"] is None
+    assert cli.main(["why", run.id, "--json"]) == EXIT_REQUEST
+    assert "goodput.training: NaN is not a number" in capsys.readouterr().err
 
 
 def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

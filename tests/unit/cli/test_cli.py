@@ -125,7 +125,7 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
         RunStatus.from_json({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
     )
     monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", slurm, None)])
-    assert show.status_rows([run])[0]["state"] == shown
+    assert show.status_rows([run])[0].state == shown
 
 
 @pytest.mark.parametrize("reason", ["launch failed requeued held", None])

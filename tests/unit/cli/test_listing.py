@@ -31,7 +31,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write sixty runs that are a while old, and a damaged one."""
+    """Write sixty runs that are a while old, and one that cannot be read."""
     make_runs(tmp_path / "runs", 60)
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     return tmp_path / "runs"
@@ -42,36 +42,36 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, An
     return json.loads(capsys.readouterr().out)
 
 
-def test_all_runs_are_listed_and_the_damaged_one_says_what_it_has(
+def test_all_runs_are_listed_and_the_unreadable_one_says_which_file_it_is(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = listed(capsys, "--all")
     assert len(rows) == 61
-    (damaged,) = (row for row in rows if row["damage"])
-    assert damaged["run"] == "20260101-000000-deadbeef"
-    assert "status.json is damaged" in damaged["damage"][0]
+    (bad,) = (row for row in rows if row["state"] == "unreadable")
+    assert bad["run"] == "20260101-000000-deadbeef"
+    assert bad["why"].startswith("status.json cannot be read: ")
     assert cli.main(["status", "--all", "--wide"]) == EXIT_DONE
     out = capsys.readouterr().out
     assert "61 runs: " in out
-    (line,) = (line for line in out.splitlines() if line.startswith(damaged["run"]))
-    assert "damaged: status.json is damaged" in line
+    (line,) = (line for line in out.splitlines() if line.startswith(bad["run"]))
+    assert "status.json cannot be read: " in line
 
 
 def test_what_a_job_uses_now_is_a_line_of_its_row(root: Path) -> None:
     run = rundir.all_runs(root)[7]
     used = JobUsage("7", nodes=2, cpus=8, cpu_held_s=80.0, busy_cpus=2.0, used_bytes=1 << 30, memory_bytes=16 << 30)
     run.write_status(run.status().replace(usage=used))
-    assert read_rows([run])[0]["using"] == "uses 2.0 of 8 CPUs, 1 GiB of 16 GiB of memory a node"
+    assert read_rows([run])[0].using == "uses 2.0 of 8 CPUs, 1 GiB of 16 GiB of memory a node"
     gpus = {"gpus_per_node": 4, "gpu_held_s": 80.0, "busy_gpus": 2.4, "power_w": 1234.5, "unused_gpus": ("GPU 3 of b",)}
     run.write_status(run.status().replace(usage=used.replace(**gpus)))
-    assert read_rows([run])[0]["using"].endswith(", 2.4 of 8 GPUs at 1234 W; GPU 3 of b is unused")
+    assert read_rows([run])[0].using.endswith(", 2.4 of 8 GPUs at 1234 W; GPU 3 of b is unused")
 
 
-def test_a_run_whose_config_is_gone_is_a_row_with_its_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_config_is_gone_is_a_row_that_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = rundir.all_runs(root)[7]
     run.config.unlink()
     (row,) = (row for row in listed(capsys, "--all") if row["run"] == run.id)
-    assert row["damage"] == [f"{run.config} is missing"]
+    assert row["why"] == "config.yaml is missing"
 
 
 def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
@@ -85,8 +85,9 @@ def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
         return plain(path, *most_bytes)
 
     monkeypatch.setattr(reading, "read_bytes", read_bytes)
-    (row,) = (row for row in listed(capsys, "--all") if row["damage"] and row["run"] == stale.id)
-    assert "Input/output error" in row["damage"][0]
+    (row,) = (row for row in listed(capsys, "--all") if row["run"] == stale.id)
+    assert row["state"] == "unreadable"
+    assert "Input/output error" in row["why"]
 
 
 def test_rows_that_processes_read_are_those_of_one(
@@ -109,7 +110,7 @@ def test_filters_by_state_name_and_age(root: Path, capsys: pytest.CaptureFixture
     recent = listed(capsys, "--since", "2h")
     assert recent == [row for row in rows if row["submitted"] and row["submitted"] > time.time() - 7200]
     assert 0 < len(recent) < 61
-    assert [row["run"] for row in listed(capsys, "--state", "damaged")] == ["20260101-000000-deadbeef"]
+    assert [row["run"] for row in listed(capsys, "--state", "unreadable")] == ["20260101-000000-deadbeef"]
 
 
 def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +119,7 @@ def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, capsys: p
     assert cli.main(words) == EXIT_DONE
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["RUN", "OPTIM.LR", "TRAIN.SEED", "EVAL/ACCURACY"]
-    cells = [line.split() for line in lines if line[:4] == "2026" and "damaged" not in line]
+    cells = [line.split() for line in lines if line[:4] == "2026"]
     accuracies = [float(row[3]) for row in cells if len(row) == 4]
     assert len(accuracies) > 30
     assert accuracies == sorted(accuracies, reverse=True)

@@ -123,7 +123,7 @@ def test_a_report_arrives_as_it_was_sent() -> None:
 
 ODD: list[dict[str, Any]]
 ODD = [{"attempt": "1"}, {"rank": -1}, {"rank": True}, {"step": 1.5}, {"step": "x"}, {"count": None}, {"phase": 3}]
-ODD += [{"fields": []}, {"fields": "x"}, {"result": 7}, {"more": 1}, {"rank": 2**70}]
+ODD += [{"fields": []}, {"fields": "x"}, {"result": 7}, {"rank": 2**70}]
 GARBAGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"', b"{}", REPORT.as_bytes()[:-1]]
 
 

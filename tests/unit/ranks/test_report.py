@@ -260,10 +260,10 @@ def test_an_unsupervised_rank_ends_when_another_process_has_its_run(tmp_path: Pa
         "FileReporter(run, RunStatus(pid=7), lambda: run.belongs_to(1))\n"
         "threading.Event().wait()\n"
     )
-    run.write_owner(OwnerRecord(number=1))
+    run.write_owner(OwnerRecord(1, "", "local", "", 0, 0.0))
     with subprocess.Popen([sys.executable, "-c", code, str(run.path)], stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: run.status().pid == 7, PATIENCE * TIMEOUT_S, "its status")
-        run.write_owner(OwnerRecord(number=2))
+        run.write_owner(OwnerRecord(2, "", "local", "", 0, 0.0))
         _, said = process.communicate(timeout=PATIENCE * TIMEOUT_S)
     assert (process.returncode, f"run {run.id} was started again by another process" in said) == (1, True), said
     assert run.status().state == "running"  # as it left it: the status is the other's now

@@ -77,7 +77,7 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
             reads += name in ("rank", "by_signal", "host")
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(error_files, "read_error_file", lambda path, _: Failure(int(path.stem[6:]), "node0", "E", 1.0))
+    monkeypatch.setattr(error_files, "read_error_file", lambda path: Failure(int(path.stem[6:]), "node0", "E", 1.0))
     ranks = 500
     folder = fsio.make_dir(RunDir(tmp_path).attempt_logs(1))
     for rank in range(ranks):

@@ -429,7 +429,7 @@ def test_the_third_job_goes_on_though_slurm_has_forgotten_how_the_first_ended(ru
     before = chain(run, slurm)
     slurm.finish("1", exit_code=75)
     slurm.start("2")
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     run.write_owner(owner.replace(jobs=("1", "2"), follow_ups=("3",)))
     slurm.advance(400)
@@ -510,7 +510,7 @@ def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -
     slurm.cancel("1")
     slurm.advance(1)
     slurm.start("2")
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     follow_up.close(run, "1", owner.token, slurm, "2")
     assert [slurm.show_job(job).state for job in "23"] == ["RUNNING", "CANCELLED"]

@@ -43,7 +43,7 @@ def make_run(root: Path, **status: object) -> RunDir:
 
 def owned_by(run: RunDir, pid: int, **changes: Any) -> OwnerRecord:
     """Make a process the supervisor of a local run."""
-    record = OwnerRecord(run.last_number() + 1, "token", "local", time=time.time(), serves=True)
+    record = OwnerRecord(run.last_number() + 1, "token", "local", "", pid, time.time(), serves=True)
     record = record.replace(**{**asdict(ProcessIdentity.of(pid)), **changes})
     assert run.take_number(record.number)
     run.write_owner(record)
@@ -240,6 +240,6 @@ def test_a_run_of_this_process_is_over_when_its_handle_is_there(
     run = make_run(tmp_path, state="queued")
     sent = ownership.submit_as(run, "debug", ownership.take(run, 0))
     assert begin(run, monkeypatch) == sent.number + 1
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     assert (owner.token, attach(run).is_over()) == (sent.token, True)

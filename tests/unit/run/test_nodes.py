@@ -106,11 +106,11 @@ def test_bad_nodes_that_cannot_be_read_are_unknown_and_the_run_goes_on(
     assert f"{path} cannot be read: Input/output error" in caplog.text
     assert hosts(of) == ("a", "b", "c")
     assert of.given_up(0.0) == set()
-    of.condemn("c", "no answer")  # the file is kept under another name
+    of.condemn("c", "no answer")  # this job knows it, and the file keeps what it has
+    assert hosts(of) == ("a", "b", "d")
+    assert "nodes.json: c is not noted: " in caplog.text
     monkeypatch.undo()
-    assert [*nodes.remembered(run)] == ["c"]
-    [kept] = run.path.glob("nodes.json.damaged-*")
-    assert '"b"' in kept.read_text()
+    assert [*nodes.remembered(run)] == ["b"]
 
 
 def test_nodes_that_two_processes_remember_are_both_kept(run: RunDir) -> None:

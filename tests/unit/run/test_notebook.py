@@ -46,11 +46,6 @@ def test_a_notebook_shows_state_progress_and_figures(run: Run) -> None:
     assert set(page.tags) == {"progress", "table", "tr", "th", "td"}
 
 
-def test_a_notebook_shows_a_damaged_run_with_its_damage(run: Run) -> None:
-    (run.dir.path / "status.json").write_bytes(b"\0" * 9)
-    assert any("status.json is damaged" in text for text in Cells(run._repr_html_()).texts)
-
-
 def test_an_awaited_run_returns_its_result_and_lets_others_go_on(run: Run) -> None:
     run.dir.write_status(RunStatus(RunState.RUNNING))
 

@@ -25,6 +25,7 @@ from toolkit.base.errors import (
     EXIT_DONE,
     EXIT_REQUEST,
     ConfigError,
+    DamagedFileError,
     JobFailedError,
     RequestError,
     SlurmError,
@@ -32,6 +33,7 @@ from toolkit.base.errors import (
 )
 from toolkit.cli import run_facts, show
 from toolkit.cli.main import main
+from toolkit.cli.run_rows import RunRow
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
@@ -87,7 +89,7 @@ def allocation(job: str | None) -> Allocation:
 
 
 def token_of(run: RunDir) -> str:
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     return owner.token
 
@@ -113,7 +115,7 @@ def preempted(run: RunDir, slurm: FakeSlurm) -> None:
     run.write_status(run.status().replace(state=RunState.REQUEUED))
 
 
-def row_of(run: RunDir) -> dict[str, object]:
+def row_of(run: RunDir) -> RunRow:
     (row,) = show.status_rows([run])
     return row
 
@@ -174,7 +176,7 @@ def test_a_resume_whose_sbatch_hangs_leaves_the_run_to_the_one_that_came_after(
     late(monkeypatch, run, slurm, end)
     with pytest.raises((SlurmError, TakenError)):
         resume(run, ["train.epochs=5"])
-    owner = ownership.read(run)
+    owner = run.owner()
     assert owner is not None
     assert (owner.number, run.last_number(), run.result(), stop_request.asked(run)) == (3, 3, None, None)
     second = run.submission()
@@ -205,7 +207,7 @@ def test_a_submission_whose_sbatch_hangs_and_fails_removes_no_run_that_was_resum
 def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
     preempted(run, slurm)
     row = row_of(run)
-    assert (row["state"], row["job_id"]) == ("requeued (PENDING, Dependency)", "2")
+    assert (row.state, row.job_id) == ("requeued (PENDING, Dependency)", "2")
     watching = attach(run).watch()
     assert [next(watching)["state"] for _ in range(3)] == ["requeued"] * 3
 
@@ -245,7 +247,7 @@ def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: F
 def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
     preempted(run, slurm)
     slurm.cancel("2"), slurm.cancel("3")
-    assert row_of(run)["state"] == "cancelled"
+    assert row_of(run).state == "cancelled"
     told = run_facts.facts(run)
     assert told["next"] == f"`toolkit resume {run.id}` starts over, as there is no checkpoint"
     assert told["why"].startswith("job 3 is over (CANCELLED)")
@@ -372,7 +374,7 @@ def test_what_an_earlier_owner_writes_too_late_is_corrected(run: RunDir) -> None
     claim = Claim.of_job(run, allocation("2"), token_of(run))
     run.write_owner(late)
     assert claim.holds()
-    assert ownership.read(run).job_id == "2"
+    assert run.owner().job_id == "2"
 
 
 def at_once(*calls: Callable[[], object]) -> list[object]:
@@ -532,7 +534,7 @@ def test_a_suspended_job_gets_no_signal(run: RunDir, slurm: FakeSlurm, caplog: p
     assert not any(sent.signal for sent in slurm.sent)
     assert (stop_request.asked(run), run.result()) == (Intent.STOP, None)
     assert "the run stops when Slurm resumes it" in caplog.text
-    assert row_of(run)["state"] == "running (SUSPENDED)"
+    assert row_of(run).state == "running (SUSPENDED)"
     attach(run).cancel()
     assert (slurm.sent[-1].job_id, slurm.sent[-1].signal) == ("1", None)
     assert run.result().state == "cancelled"
@@ -566,7 +568,7 @@ def test_stop_cancel_and_resume_may_be_said_twice(
     assert stop_request.asked(run) is Intent.CANCEL
     assert sorted(slurm.submitted) == ["1", "2", "3"]
     slurm.advance(1)
-    assert row_of(run)["state"] == "cancelled"
+    assert row_of(run).state == "cancelled"
     assert attach(run).wait(5)["state"] == "cancelled"
     assert resume(run).job_id == "4"
     with pytest.raises(RequestError, match="is queued"):
@@ -658,8 +660,11 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"number": "x"}', '{"number": 3}'])
-def test_a_damaged_owner_file_hides_nothing_and_is_written_anew(run: RunDir, text: str) -> None:
+def test_an_owner_file_that_cannot_be_read_is_refused_until_it_is_gone(run: RunDir, text: str) -> None:
     (run.path / "owner.json").write_text(text)
+    with pytest.raises(DamagedFileError, match=r"owner\.json cannot be read"):
+        Claim.of_job(run, allocation("1"), "any")
+    (run.path / "owner.json").unlink()
     assert ownership.jobs_of(run) == ["1"]
     claim = Claim.of_job(run, allocation("1"), "any")
     assert claim.holds()

@@ -35,7 +35,7 @@ def owned(run: RunDir, age_s: float, *jobs: str, state: RunState = RunState.RUNN
 
 def shown(run: RunDir, monkeypatch: pytest.MonkeyPatch, answers: Answers) -> str:
     monkeypatch.setattr(show, "ask_slurm", lambda ids: {id_: answers[id_] for id_ in ids if id_ in answers})
-    return str(show.status_rows([run])[0]["state"])
+    return str(show.status_rows([run])[0].state)
 
 
 def ended(job: str) -> JobStatus:

@@ -277,9 +277,7 @@ def test_the_lines_of_earlier_attempts_are_read_once(
 
     reads: list[Path] = []
     read_lines = records.read_lines
-    monkeypatch.setattr(
-        records, "read_lines", lambda path, *more, **options: reads.append(path) or read_lines(path, *more, **options)
-    )
+    monkeypatch.setattr(records, "read_lines", lambda path, kind: reads.append(path) or read_lines(path, kind))
     assert supervise(run, slurm, Ranks(crashes, crashes, completes)) == 0
     files = [path.name for path in reads]
     assert files.count("attempts.jsonl") <= 2, "once for what was left over, once for the journal"
@@ -524,16 +522,6 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
     run.write_status(RunStatus.from_json({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]}))
     with pytest.raises(ToolkitError, match="given up after 2 requeues"):
         supervisor_of(Ranks(), slurm).run()
-
-
-def test_a_damaged_status_keeps_of_a_left_over_attempt_what_is_known(run: RunDir, slurm: FakeSlurm) -> None:
-    """The attempt then counts as this job's. Its submission time is kept without the rest of its account."""
-    known = {"attempt": 1, "started": 2.0, "updated": 3.0, "submitted": 1.0, "nodes": ["a"], "tasks": [2]}
-    fsio.write_json(run.path / "status.json", {**known, "job_id": [[]], "restart_count": [[]], "goodput": [[]]})
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=2)
-    supervisor.close_interrupted(Supervisor(run, JobConfig(), allocation, Ranks(), slurm)._context, None)
-    (line,) = run.attempts()
-    assert (line.job_id, line.restart_count, line.submitted, line.begun) == ("1", 2, 1.0, 1.0)
 
 
 def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:

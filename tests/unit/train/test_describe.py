@@ -43,5 +43,5 @@ def test_what_a_sweep_varies_is_a_hyper_parameter(tmp_path: Path) -> None:
     point = SweepPoint(
         "mine", "p", {"optim.lr": 0.25, "train.seed": 3, "optim.betas": [0.9, 0.95], "params.name": None}
     )
-    fsio.write_json(tmp_path / "point.json", point.to_file())
+    fsio.write_json(tmp_path / "point.json", point.to_json())
     assert swept_hparams(tmp_path) == {"optim.lr": 0.25, "train.seed": 3, "optim.betas": "[0.9, 0.95]"}

@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     if args.prove:
         profile, about_profile = doctor.prove_site(config, args.nodes, profile, about_profile)
     answer: dict[str, Any] = {
-        "site": None if profile is None else profile.to_file(),
+        "site": None if profile is None else profile.to_json(),
         "site_profile": about_profile,
         "versions": versions(),
     }

@@ -2,7 +2,7 @@
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
-from toolkit.base.errors import RequestError
+from toolkit.base.errors import DamagedFileError, RequestError
 from toolkit.cli import arguments
 
 EXAMPLES = (
@@ -38,10 +38,17 @@ def run(args: Namespace) -> None:
     if not args.json:
         name = sweeps[0].name if sweeps else runs[0].id
         target = arguments.replaceable_path("--to", args.to or f"report-{name}.html", page.BEGIN)
-    found = [facts.facts_of(each) for each in runs]
+    found, unreadable = [], []
+    for each in runs:
+        try:
+            found.append(facts.facts_of(each))
+        except DamagedFileError as error:
+            unreadable.append(f"{each.name}/{each.id}: {error}")
+    if unreadable and not found:
+        raise RequestError("; ".join(unreadable))
     compared = facts.facts_of(other) if other else None
     if target is None:
-        print(show.as_json(compare.as_data(found, compared)))
+        print(show.as_json(compare.as_data(found, compared, unreadable)))
         return
-    fsio.write_atomic(target, page.page(found, compared, time.time()))
+    fsio.write_atomic(target, page.page(found, compared, unreadable, time.time()))
     print(target)

@@ -2,8 +2,8 @@
 
 A run's own files come first. Slurm is asked, once for all, about runs that wait
 or whose supervisor is silent, and the answer is shared by all your processes.
-The note of a run says what it waits for, why it ended, and what is damaged; of
-one run all is shown below the table.
+The note of a run says what it waits for, why it ended, and which of its files
+cannot be read; of one run all is shown below the table.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -55,14 +55,14 @@ def run(args: Namespace) -> None:
     names = tuple(filter(None, (args.columns or "").split(",")))
     sort = args.sort or "run"
     if columns.needs_config((*names, sort)):
-        configs = run_rows.read_configs([rundir.RunDir(Path(row["path"])) for row in rows])
+        configs = run_rows.read_configs([rundir.RunDir(Path(row.path)) for row in rows])
         for row, config in zip(rows, configs, strict=True):
-            row["config"] = config
+            row.config = config
     columns.check((*names, sort), rows)
     if args.sort or args.reverse:  # else they are in the order of their names, or in the one asked for
         rows = columns.in_order(rows, sort, args.reverse)
     if args.json:
-        print(show.as_json(rows))
+        print(show.as_json([vars(row) for row in rows]))
         return
     if not rows and runs:
         print(f"none of the {len(runs)} runs under {rundir.runs_root()} matches these filters")

@@ -46,13 +46,13 @@ def follow(run: Run, console: Console) -> None:
     with _bar(console) as progress:
         task = progress.add_task("queued", total=None, figures="", clock="")
         show, begun = partial(progress.console.out, highlight=False), time.monotonic()
-        told = len(run.dir.attempts([]))
+        told = len(run.dir.attempts())
         for status in run.statuses():
             output.show(show)
             _update(progress, task, status, time.monotonic() - begun, output.bar)
             # The bar is gone at the end: why the run was started again is to stay.
             if status.state in (RunState.REQUEUED, RunState.RESTARTING) or (status.attempt or 1) > told + 1:
-                ended = run.dir.attempts([])[told:]
+                ended = run.dir.attempts()[told:]
                 for attempt in ended:
                     show(f"  attempt {attempt.attempt}: {visible(attempt.line or attempt.cause)}")
                 told += len(ended)

@@ -12,13 +12,14 @@ import selectors
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.base import logs
 from toolkit.files import records
-from toolkit.files.records import Misfit, Shape
+from toolkit.files.records import Misfit
 from toolkit.nodes.agent.die_with_parent import die_with, ignore_signals
 
+T = TypeVar("T")
 log = logs.get(__name__)
 
 
@@ -41,13 +42,10 @@ def start_child(
     return process
 
 
-def parsed(text: bytes, shape: Shape) -> Any:
-    """Return what a helper has printed, parsed.
-
-    Return None, with a warning, if it is cut off or does not fit ``shape``.
-    """
+def parsed(text: bytes, kind: type[T]) -> T | None:
+    """Return what a helper has printed, parsed. None, with a warning, if it is cut off or is not of this ``kind``."""
     try:
-        return records.fit(json.loads(text), shape)
+        return records.decode(kind, json.loads(text))
     except (ValueError, RecursionError, Misfit) as error:
         log.warning("the answer of a helper that is none was ignored (%s): %.80r", error, text)
         return None

@@ -19,10 +19,11 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.base import fsio
-from toolkit.files.records import TEXT, ListOf, Null, Record, read_or
+from toolkit.files.records import JsonRecord, read_or_none
 from toolkit.nodes.agent.die_with_parent import die_with
 
 NAME = "imports.json"
@@ -82,13 +83,18 @@ def import_quietly(name: str) -> bool:
     return True
 
 
-_SHAPE = Record({"modules": ListOf(TEXT), "left_out": Null(ListOf(TEXT))})
+@dataclass(frozen=True)
+class _Imports(JsonRecord):
+    """``imports.json``."""
+
+    modules: list[str]
+    left_out: list[str] | None = None
 
 
 def _read(path: Path) -> tuple[list[str], list[str] | None]:
     """Return the modules, and the packages that are left out. The latter are None before the first trial."""
-    fields = read_or(path, _SHAPE, {})
-    return fields.get("modules", []), fields.get("left_out")
+    noted = read_or_none(path, _Imports) or _Imports([])
+    return noted.modules, noted.left_out
 
 
 def _write(path: Path, modules: Sequence[str], left_out: Sequence[str] | None) -> None:

@@ -30,7 +30,6 @@ from pathlib import Path
 from toolkit.base import fsio, logs, procfs, staged, this_node
 from toolkit.base.procfs import ProcessStat
 from toolkit.devices import kinds
-from toolkit.files.records import COUNT, ListOf
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import parsed, start_child
@@ -102,7 +101,7 @@ class Processes:
 
     def take_gpus(self, text: bytes) -> None:
         """Take what `toolkit.devices.on_node` has printed: the CPUs near each GPU, or nothing."""
-        self.near_gpus = parsed(text or b"[]", ListOf(ListOf(COUNT))) or []
+        self.near_gpus = parsed(text or b"[]", list[list[int]]) or []
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._children

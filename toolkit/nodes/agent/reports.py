@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.base import procfs
+from toolkit.files import records
 
 #: A rank that has not reported for this long is stopped or dead, or a library holds Python's lock.
 SILENT_S = 5.0
@@ -68,16 +69,9 @@ class RankReport:
 def parse(data: bytes) -> RankReport | None:
     """Return the report in ``data``; None for data that no rank can have written."""
     try:
-        report = RankReport(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
+        return records.decode(RankReport, json.loads(data))
+    except (ValueError, RecursionError, records.Misfit):
         return None
-    counts = [report.attempt, report.rank, report.count]
-    if report.step is not None:
-        counts.append(report.step)
-    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
-        return None
-    has_mappings = all(extra is None or isinstance(extra, dict) for extra in (report.fields, report.result))
-    return report if isinstance(report.phase, str) and has_mappings else None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from toolkit.base import fsio, logs, this_node
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.devices import accelerator
 from toolkit.files import records
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
@@ -147,7 +147,7 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
     decided = session.from_main(
         "strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))).to_json()
     )
-    choice = Choice.load(decided)
+    choice = Choice.from_json(decided)
     log.info("strategy.name: auto takes %s: %s", choice.strategy, choice.why)
     return choice.strategy
 
@@ -155,11 +155,11 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
 def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> Choice:
     path = RunDir(session.run_dir).strategy
     # The run's earlier choice holds for the same number of ranks; another number decides anew.
-    kept = Choice.read_or_none(path)
+    kept = Choice.read(path)
     if kept is not None and kept.ranks == session.world_size:
         return kept.replace(why=f"{kept.why} (as decided when the run began on so many ranks, see {path.name})")
     choice = Choice(session.world_size, *decide())
-    fsio.write_json(path, choice.to_file())
+    fsio.write_json(path, choice.to_json())
     return choice
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.base import hostlist, logs, outages
-from toolkit.base.errors import SlurmError
+from toolkit.base.errors import DamagedFileError, SlurmError
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -175,7 +175,7 @@ def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
             # Before the requeue, which ends this process, too.
             try:
                 nodes.remember(watched.run, watched.batch_host, why)
-            except OSError as error:  # a full disk: the job must be requeued all the same
+            except (OSError, DamagedFileError) as error:  # a full disk: the job must be requeued all the same
                 log.error("%s: node %s cannot be noted: %s", watched.run.path, watched.batch_host, error)
             requeue(watched, slurm)
             return

@@ -30,7 +30,6 @@ def facts(first: RunDir, second: RunDir) -> dict[str, Any]:
         # The empty kind is the last one: every name begins with it.
         kind = next(kind for kind in parts if name.startswith(kind))
         parts[kind][name.removeprefix(kind).strip()] = values
-    damage = [text for run in runs for text in run.damage]
     return {
         "runs": [run.title for run in runs],
         "outcome": parts[""],
@@ -38,8 +37,7 @@ def facts(first: RunDir, second: RunDir) -> dict[str, Any]:
         "environment": parts["version of"],
         "results": parts["result"],
         "sources": _sources(first.code, second.code),
-        "curves": _curves(first, second, damage),
-        "damage": damage,
+        "curves": _curves(first, second),
     }
 
 
@@ -73,12 +71,12 @@ def _files(code: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if name not in _NOTES and "__pycache__" not in path.parts}
 
 
-def _curves(first: RunDir, second: RunDir, damage: list[str]) -> dict[str, dict[str, Any]]:
+def _curves(first: RunDir, second: RunDir) -> dict[str, dict[str, Any]]:
     """Return both runs' last values of each metric.
 
     Also both values at the last step that both runs have: runs of different length are compared there.
     """
-    mine, other = _points(first, damage), _points(second, damage)
+    mine, other = _points(first), _points(second)
     found: dict[str, dict[str, Any]] = {}
     for tag in sorted(mine.keys() | other.keys()):
         common = max(mine[tag].keys() & other[tag].keys(), default=None)
@@ -90,9 +88,9 @@ def _curves(first: RunDir, second: RunDir, damage: list[str]) -> dict[str, dict[
     return found
 
 
-def _points(run: RunDir, damage: list[str]) -> defaultdict[str, dict[int, float]]:
+def _points(run: RunDir) -> defaultdict[str, dict[int, float]]:
     points: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for line in lines.read(lines.path_of(run), damage):
+    for line in lines.read(lines.path_of(run)):
         for tag, value in line.values.items():
             if tag.startswith(_CURVES):
                 points[tag][line.step] = value
@@ -121,7 +119,6 @@ def page(found: Mapping[str, Any], width: int | None = None) -> str:
     if len(diff) > _MOST_LINES:
         diff = [*diff[:_MOST_LINES], f"... {len(diff) - _MOST_LINES} more lines: --json has them all"]
     parts.append("\n".join(["sources:", *names, *diff]) if names or diff else "sources: no difference")
-    parts += [f"damaged: {text}" for text in found["damage"]]
     return "\n\n".join(parts)
 
 
@@ -162,10 +159,12 @@ def _comparable(facts: ReportFacts) -> dict[str, Any]:
     }
 
 
-def as_data(runs: Sequence[ReportFacts], compared: ReportFacts | None) -> dict[str, Any]:
-    """Return what the report says for a JSON document."""
+def as_data(
+    runs: Sequence[ReportFacts], compared: ReportFacts | None, unreadable: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what the report says for a JSON document. ``unreadable`` are the runs left out, and why."""
     drawn = [*runs, compared] if compared is not None else [*runs]
     different = {
         name: dict(zip([facts.title for facts in drawn], values, strict=True)) for name, values in differing(drawn)
     }
-    return {"runs": [facts.to_json() for facts in runs], "differences": different}
+    return {"runs": [facts.to_json() for facts in runs], "differences": different, "unreadable": unreadable}

@@ -109,10 +109,10 @@ class Curve:
         return {"count": self.count, "not_finite": self.not_finite, **ends, "least": least, "greatest": greatest}
 
 
-def read_curves(path: Path, damage: list[str]) -> dict[str, Curve]:
+def read_curves(path: Path) -> dict[str, Curve]:
     """Return the curves in ``metrics.jsonl`` by tag, those that readers look for first."""
     curves: dict[str, Curve] = {}
-    for line in lines.read(path, damage):
+    for line in lines.read(path):
         for tag, value in line.values.items():
             curve = curves.get(tag)
             if curve is None:

@@ -6,26 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.base.errors import CheckpointError, RequestError
+from toolkit.base import logs
+from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.folder import committed
 from toolkit.cli import run_facts
 from toolkit.files import records
-from toolkit.files.records import FLAG, TEXT, Maybe, OrNull, Record
 from toolkit.files.run_files import AttemptRecord, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.report.curves import Curve, read_curves
 from toolkit.run.prepare.run_keys import shown_values
+from toolkit.run.prepare.snapshot import SnapshotNote
 
 #: What of `toolkit why` may leave the run folder: no lines of logs.
 _TOLD = (
     *("run", "state", "why", "cause", "diagnosis", "next", "loss", "last_checkpoint", "step_reached", "steps_lost"),
     *("nodes", "ailing_nodes", "bad_nodes", "stragglers", "goodput", "start_up", "efficiency"),
 )
-_SNAPSHOT = Record({"git_sha": Maybe(OrNull(TEXT)), "dirty": Maybe(FLAG)})
 #: The manifest of a larger checkpoint would take seconds to read.
 _LARGEST_MANIFEST_BYTES = 1 << 25
+
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class ReportFacts:
     config: Mapping[str, str]  #: by dotted key
     hidden: Mapping[str, str] = field(repr=False)  #: the values that ``config`` does not show
     versions: Mapping[str, str]
-    damage: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -50,7 +51,7 @@ class ReportFacts:
     @property
     def point(self) -> str:
         """Return what tells a point of a sweep from the others, ``key=value``; empty for another run."""
-        point = self.run.point([])
+        point = self.run.point()
         return ", ".join(f"{key}={self.config.get(key, '?')}" for key in point.values) if point is not None else ""
 
     def to_json(self) -> dict[str, Any]:
@@ -63,28 +64,26 @@ class ReportFacts:
             "curves": {tag: curve.summary() for tag, curve in self.curves.items()},
             "config": self.config,
             "versions": self.versions,
-            "damage": self.damage,
         }
 
 
 def facts_of(run: RunDir) -> ReportFacts:
-    """Return the facts about ``run``. Damaged files are named, and their facts left out."""
-    damage: list[str] = []
+    """Return the facts about ``run``. Raises DamagedFileError where a file of it cannot be read."""
     told = run_facts.facts(run)
     # The line of a log that gave the cause away stays in the run folder.
     diagnosis = (
         {name: told["diagnosis"].get(name) for name in ("cause", "next", "rank", "host")} if told["diagnosis"] else None
     )
     told["diagnosis"] = diagnosis
-    status, result = run.status(damage), run.result(damage)
-    curves = _patiently(lambda: read_curves(lines.path_of(run), damage), {}, damage)
+    status, result = run.status(), run.result()
+    curves = read_curves(lines.path_of(run))
     figures: dict[str, Any] = {"step": status.progress.step, "total_steps": status.progress.total_steps}
     figures["metrics"] = status.progress.metrics
     # The result of a run that has ended replaces the last report of its ranks.
     if result is not None:
-        more = result.given("step", "epoch", "samples", "wall_s", "metrics").items()
-        figures |= {name: value for name, value in more if value not in (None, {})}
-    config, hidden = shown_values(run, damage)
+        more = {name: getattr(result, name) for name in ("step", "epoch", "samples", "wall_s", "metrics")}
+        figures |= {name: value for name, value in more.items() if value not in (None, {})}
+    config, hidden = shown_values(run)
     return ReportFacts(
         run,
         told,
@@ -94,17 +93,8 @@ def facts_of(run: RunDir) -> ReportFacts:
         curves,
         config,
         hidden,
-        _versions(run, damage),
-        tuple(dict.fromkeys([*told["damage"], *damage])),
+        _versions(run),
     )
-
-
-def _patiently(read: Any, default: Any, damage: list[str]) -> Any:
-    try:
-        return read()
-    except (OSError, CheckpointError, RequestError) as error:
-        records.note(str(error), damage)
-        return default
 
 
 def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) -> tuple[AttemptRecord, ...]:
@@ -133,17 +123,19 @@ def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) 
 # --------------------------------------------------------------------------------------------------------- environment
 
 
-def _versions(run: RunDir, damage: list[str]) -> dict[str, str]:
+def _versions(run: RunDir) -> dict[str, str]:
     """Return the versions of the sources, and of the packages that wrote the newest checkpoint."""
     found: dict[str, str] = {}
-    note = records.read_or(run.code / "SNAPSHOT.json", _SNAPSHOT, {}, damage)
-    if note.get("git_sha"):
-        found["sources"] = f"{note['git_sha'][:12]}{', with changes' if note.get('dirty') else ''}"
+    note = records.read(run.code / "SNAPSHOT.json", SnapshotNote)
+    if note is not None and note.git_sha:
+        found["sources"] = f"{note.git_sha[:12]}{', with changes' if note.dirty else ''}"
     if run.code_number > 1:
         found["copy of the sources"] = str(run.code_number)
-    newest = _patiently(lambda: committed(run.checkpoints)[:1], [], damage)
-    for folder in newest:
-        if (folder / manifest.NAME).stat().st_size < _LARGEST_MANIFEST_BYTES:
-            versions = _patiently(lambda folder=folder: manifest.read(folder).versions, {}, damage)
-            found |= {name: str(version) for name, version in sorted(versions.items())}
+    try:
+        for folder in committed(run.checkpoints)[:1]:
+            if (folder / manifest.NAME).stat().st_size < _LARGEST_MANIFEST_BYTES:
+                versions = manifest.read(folder).versions
+                found |= {name: str(version) for name, version in sorted(versions.items())}
+    except (OSError, CheckpointError) as error:
+        log.warning("%s", error)
     return found

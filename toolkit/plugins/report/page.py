@@ -34,8 +34,11 @@ _UNFIT = re.compile("[\ufdd0-\ufdef\ufffe\uffff]")
 _LINE_END = re.compile(r"(?<=[>}])\s*\n\s*|\s*\n\s*(?=[<{])")
 
 
-def page(runs: Sequence[ReportFacts], compared: ReportFacts | None, written: float) -> str:
-    """Return the report about ``runs``. ``compared`` is a further run in the curves and the differences alone."""
+def page(runs: Sequence[ReportFacts], compared: ReportFacts | None, unreadable: Sequence[str], written: float) -> str:
+    """Return the report about ``runs``. ``compared`` is a further run in the curves and the differences alone.
+
+    ``unreadable`` are the runs that are left out, and why.
+    """
     drawn = [*runs, compared] if compared is not None else [*runs]
     figures, left_out = _figures(drawn)
     text = (
@@ -45,6 +48,7 @@ def page(runs: Sequence[ReportFacts], compared: ReportFacts | None, written: flo
             begin=Markup(BEGIN),
             runs=runs,
             drawn=drawn,
+            unreadable=unreadable,
             figures=[figure for tag, figure in figures.items() if not is_aside(tag)],
             aside=[figure for tag, figure in figures.items() if is_aside(tag)],
             left_out=left_out,

@@ -159,7 +159,7 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
     # A proof takes a job, which this reading has not run.
     earlier = site_profile.read()
     if earlier is not None and earlier[0].cluster == profile.cluster:
-        profile = profile.replace(**earlier[0].given("proofs", "proven"))
+        profile = profile.replace(proofs=earlier[0].proofs, proven=earlier[0].proven)
     return profile, written(profile)
 
 

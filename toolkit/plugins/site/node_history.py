@@ -14,7 +14,8 @@ from pathlib import Path
 
 from toolkit.base import fsio, logs
 from toolkit.base.durations import in_one_unit
-from toolkit.files.json_record import FileRecord
+from toolkit.base.errors import DamagedFileError
+from toolkit.files.records import FileRecord
 from toolkit.files.run_files import Moment, Word
 from toolkit.files.rundir import RunDir
 
@@ -41,18 +42,18 @@ def note(run: RunDir, hosts: Mapping[str, str]) -> None:
     try:
         for host, why in hosts.items():
             line = NodeTrouble(host=host, run=run.id, time=time.time(), why=why)
-            fsio.append_json_line(_path(_root(run)), line.to_file())
+            fsio.append_json_line(_path(_root(run)), line.to_json())
     except OSError as error:
         log.warning("which node ended the attempt cannot be noted: %s", error)
 
 
-def doubtful(root: Path, damage: list[str] | None = None) -> dict[str, str]:
+def doubtful(root: Path) -> dict[str, str]:
     """Return the nodes that have ended attempts of several runs below ``root``.
 
     Each comes with a line about its attempts and the last reason.
     """
     now, by_host = time.time(), defaultdict[str, list[NodeTrouble]](list)
-    for trouble in NodeTrouble.read_lines(_path(root), [] if damage is None else damage):
+    for trouble in NodeTrouble.read_lines(_path(root)):
         if now - trouble.time < REMEMBERED_DAYS * 86_400:
             by_host[trouble.host].append(trouble)
     return {
@@ -65,11 +66,11 @@ def doubtful(root: Path, damage: list[str] | None = None) -> dict[str, str]:
 def doubtful_for(run: RunDir) -> dict[str, str]:
     """Return the doubtful nodes of the folder for runs to which ``run`` belongs, see :func:`doubtful`.
 
-    None is doubtful where the file cannot be read at this moment.
+    None is doubtful where the file cannot be read.
     """
     try:
         return doubtful(_root(run))
-    except OSError as error:
+    except (OSError, DamagedFileError) as error:
         log.warning("which nodes have ended attempts of other runs is not known: %s", error)
         return {}
 

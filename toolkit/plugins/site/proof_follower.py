@@ -15,7 +15,7 @@ from pathlib import Path
 
 from toolkit.base import fsio, hostlist
 from toolkit.base.errors import SlurmError
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.files.run_files import Moment
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment
@@ -39,7 +39,7 @@ def main(run_dir: Path) -> None:
     """Be the job."""
     started, hosts = time.time(), hostlist.expand(os.environ["SLURM_JOB_NODELIST"])
     shrunk_s, why = (None, "the job has one node") if len(hosts) == 1 else _step_after_loss(hosts, run_dir)
-    fsio.write_json(run_dir / FOLLOWED, Followed(started, len(hosts), shrunk_s, why).to_file())
+    fsio.write_json(run_dir / FOLLOWED, Followed(started, len(hosts), shrunk_s, why).to_json())
 
 
 def _step_after_loss(hosts: list[str], run_dir: Path) -> tuple[float | None, str]:

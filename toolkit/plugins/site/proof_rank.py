@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit.base import fsio
 from toolkit.base.errors import SlurmError, ToolkitError
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.slurm.commands import Slurm
 
 #: In the run's folder: what rank 0 has measured, and files that ranks show each other.
@@ -73,7 +73,7 @@ def _measure(run: Any) -> None:
     if run.rank == 0:
         job, refusal = submit_follower(run.dir, os.environ["SLURM_JOB_ID"], len({*hosts}))
         record = Measured(measure.backend(), tuple(hosts), tuple(interfaces), job, refusal, is_summed, folder)
-        fsio.write_json(run.dir / MEASURED, record.to_file())
+        fsio.write_json(run.dir / MEASURED, record.to_json())
 
 
 def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, str]:

@@ -25,7 +25,7 @@ from typing import TypeAlias, TypeVar
 from toolkit.base import fsio, logs
 from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import RequestError, SlurmError
-from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.records import FileRecord, JsonRecord
 from toolkit.files.run_files import Time
 from toolkit.slurm.commands import Slurm, settings_in
 
@@ -175,7 +175,7 @@ def write(profile: SiteProfile) -> Path:
 
 def _write(folder: Path, profile: SiteProfile) -> Path:
     fsio.make_dir(folder, parents=2)
-    fsio.write_json(folder / FILE_NAME, profile.to_file())
+    fsio.write_json(folder / FILE_NAME, profile.to_json())
     return folder / FILE_NAME
 
 

@@ -24,13 +24,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO
 
 from toolkit.base import fsio, logs, this_node, trust
 from toolkit.base.errors import RequestError
-from toolkit.files import records
-from toolkit.files.json_record import JsonRecord
-from toolkit.files.records import COUNT, TEXT, Record
+from toolkit.files.records import FileRecord, JsonRecord
 from toolkit.plugins.staging import package as packages
 from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
 
@@ -38,7 +36,6 @@ from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, 
 OWN_FOLDER = "toolkit-stage-"
 #: In the folder of a copy: the copy, and the record that it is whole.
 COPY, WHOLE = "copy", "whole.json"
-_MARK = Record({"boot": TEXT, "files": COUNT, "bytes": COUNT})
 #: A copy that no job has used for this long is removed. systemd removes single files of /tmp after ten days.
 UNUSED_S = 7 * 86_400.0
 #: A small file takes a block of the disk.
@@ -59,6 +56,15 @@ class CopyRequest(JsonRecord):
     packages: tuple[Package, ...]
     stage_dir: str | None = None
     nice: int = 0
+
+
+@dataclass(frozen=True)
+class CopyMark(FileRecord):
+    """What a whole copy has. Its files may be empty after a crash of the node, so it is of one boot."""
+
+    boot: str
+    files: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -160,11 +166,10 @@ def _lock(folder: Path, operation: int) -> int:
 
 def is_whole(folder: Path) -> bool:
     """True if the copy is complete. After a crash of the node its files may be empty, so it must be of this boot."""
-    known = records.read_or(folder / WHOLE, _MARK, {}, [])
-    return bool(known) and known == _mark(folder / COPY)
+    return CopyMark.read_or_none(folder / WHOLE) == _mark(folder / COPY)
 
 
-def _mark(copied: Path) -> dict[str, Any]:
+def _mark(copied: Path) -> CopyMark:
     """Return what a copy has now, without the compiled files that Python adds to it."""
     files = size_bytes = 0
     for folder, folders, names in os.walk(copied):
@@ -172,7 +177,7 @@ def _mark(copied: Path) -> dict[str, Any]:
             folders.remove("__pycache__")
         files += len(folders) + len(names)
         size_bytes += sum(os.lstat(f"{folder}/{name}").st_size for name in names)
-    return {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "files": files, "bytes": size_bytes}
+    return CopyMark(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), files, size_bytes)
 
 
 def _make_room(folder: Path, package: Package) -> None:
@@ -236,7 +241,7 @@ def _make(folder: Path, package: Package) -> None:
         if package.program is not None:
             _point_scripts(copied, package.source, package.program)
             _try_program(copied, package.program)
-        fsio.write_json(folder / WHOLE, _mark(copied), durable=False)
+        fsio.write_json(folder / WHOLE, _mark(copied).to_json(), durable=False)
     except BaseException:
         _remove(folder)
         raise

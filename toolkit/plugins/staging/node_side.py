@@ -6,9 +6,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from toolkit.base import logs
-from toolkit.files.records import NUMBER, TEXT, ListOf, MapOf, Maybe, Record
+from toolkit.files.records import JsonRecord
 from toolkit.nodes.agent.helpers import Helpers, parsed
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.processes import Processes
@@ -21,11 +22,18 @@ SEEN_FOR_S = 60.0
 CHECK_S = 60.0
 #: A process that copies is started once more if it is killed.
 TRIES = 2
-_ANSWER = Record(
-    {"copies": MapOf(TEXT), "problems": ListOf(TEXT), "damaged": Maybe(ListOf(TEXT)), "took_s": Maybe(NUMBER)}
-)
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class CopyAnswer(JsonRecord):
+    """What the process that copies has printed."""
+
+    copies: Mapping[str, str]  #: by the paths of their originals
+    problems: tuple[str, ...]
+    damaged: tuple[str, ...] = ()  #: keys of packages
+    took_s: float = 0.0
 
 
 class CopyKeeper:
@@ -49,8 +57,8 @@ class CopyKeeper:
                 log.warning("the copying to this node's disk has ended without an answer: trying again")
                 self._copy(request, tries - 1)
                 return
-            none = {"copies": {}, "problems": ["the copying was killed: see the agent's log"]}
-            self._use(parsed(text, _ANSWER) or none)
+            none = CopyAnswer({}, ("the copying was killed: see the agent's log",))
+            self._use((parsed(text, CopyAnswer) or none).to_json())
 
         try:
             self._helpers.ask(COPY_COMMAND, take, request)
@@ -74,7 +82,7 @@ class CopyKeeper:
         processes.hold(CHECK_S)
 
         def take(text: bytes) -> None:
-            whole: Mapping[str, str] = parsed(text, MapOf(TEXT)) or {}
+            whole = parsed(text, dict[str, str]) or {}
             # Ranks use the original of each copy that is not whole.
             lost = [source for source in paths if source not in whole]
             if lost:

@@ -26,7 +26,7 @@ from typing import IO, Any
 from toolkit.base import fsio, this_node, trust
 from toolkit.base.errors import RequestError
 from toolkit.devices.kinds import GPU_FILES, GPU_FOLDERS
-from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.records import FileRecord, JsonRecord
 
 #: A package that no job has used for this long is removed; of one source all but the newest after a day.
 UNUSED_S, REPLACED_S = 30 * 86_400.0, 86_400.0
@@ -106,11 +106,11 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
     refuse_cache_of_others(cache)
     record = cache / f"{key}.json"
     file = cache / f"{key}.tar" if path.is_dir() else path
-    known = Package.read_or_none(record, [])
+    known = Package.read_or_none(record)
     # A record that names another file would have that read on the nodes, and removed by discard().
     if known is None or known.file != str(file) or not _is_there(known):
         known = _make(source, request, entries, key, file)
-        fsio.write_json(record, known.to_file())
+        fsio.write_json(record, known.to_json())
     os.utime(record)  # its last use
     _remove_unused(cache, known)
     return known
@@ -127,7 +127,7 @@ def _remove_unused(cache: Path, used: Package) -> None:
             if ".tmp-" in path.name:
                 path.unlink()
             elif path.suffix == ".json" and path.stem != used.key:
-                other = Package.read_or_none(path, [])
+                other = Package.read_or_none(path)
                 if other is not None and (age_s > UNUSED_S or other.source == used.source):
                     path.unlink()
                     path.with_suffix(".tar").unlink(missing_ok=True)
@@ -324,7 +324,7 @@ def main() -> None:
     for source in request.sources:
         answer: dict[str, Any]
         try:
-            answer = {"package": pack(source, request).to_file()}
+            answer = {"package": pack(source, request).to_json()}
         except StagingError as error:
             answer = {"problem": str(error)}
         except OSError as error:

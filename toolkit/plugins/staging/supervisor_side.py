@@ -25,7 +25,7 @@ from queue import Empty
 
 from toolkit.base import fsio, logs, this_node
 from toolkit.config import JobConfig
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
@@ -284,7 +284,7 @@ class NodeStaging(AgentUser):
         try:
             fsio.make_dir(self._cache, parents=0)
             package.refuse_cache_of_others(self._cache)
-            fsio.write_json(self._figures_file, self._figures.to_file())
+            fsio.write_json(self._figures_file, self._figures.to_json())
         except (StagingError, OSError) as error:
             log.warning("%s: cannot be written: %s", self._figures_file, error)
 

@@ -13,7 +13,7 @@ from toolkit.plugins.sweep import local, submission, sweep_folder
 from toolkit.plugins.sweep.states import PointStanding
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import ownership, stop_request, submitted_run
+from toolkit.run.records import stop_request, submitted_run
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.records.submitted_run import RunJobs
 from toolkit.run.submission.handle import attach
@@ -96,7 +96,7 @@ def withdraw_retry(run: RunDir) -> bool:
         return False
     array, job = retried
     if job is None:  # without Slurm, or not sent yet
-        if not sweep_folder.is_again(run, array, array.record([])):
+        if not sweep_folder.is_again(run, array, array.record()):
             return False
         (run.path / "result.json").touch()  # the process that starts the points goes by its time
         return True
@@ -136,11 +136,11 @@ def _end_without_job(run: RunDir, executor: str) -> None:
     """
     is_here = executor != "slurm"
     if run.result() is None:
-        if not (is_here and ownership.read(run) is not None) and run.config.exists():
+        if not (is_here and run.owner() is not None) and run.config.exists():
             write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
     elif is_here:  # the result is of before its retry, and the process here starts what has an older one
         (run.path / "result.json").touch()
-    if is_here and ownership.read(run) is not None:  # its process is being started, perhaps since this moment
+    if is_here and run.owner() is not None:  # its process is being started, perhaps since this moment
         stop_request.ask(run, Intent.STOP)
         with contextlib.suppress(RequestError):  # it finds the request
             attach(run).stop()

@@ -75,7 +75,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
             working.append(replace(each, cluster=cluster))
         elif each.result is not None:
             state, why = each.result.state, each.result.why or ""
-            how = "has ended, and how cannot be read" if state is RunState.UNREADABLE else f"is {state}"
+            how = f"is {state}"
             # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
             why = NEVER_STARTED if why.startswith(NEVER_STARTED) else why
             how += f" ({why})" if why and why != state else ""
@@ -107,7 +107,7 @@ def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
 
 def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
     """Return how a run without a result may still end."""
-    owner = ownership.read(run)
+    owner = run.owner()
     is_starting = ownership.is_being_submitted(run, owner)
     if owner is None or owner.executor == "slurm":
         return UnfinishedRun(run, None, tuple(jobs), is_starting=is_starting)

@@ -49,17 +49,14 @@ def claim(array: Array, index: int, token: str | None) -> RunDir | None:
             "the points of %s were submitted again, by another job: nothing is left to do here", array.points_path
         )
         return None
-    damage: list[str] = []
-    point = array.by_index(damage).get(index)
+    point = array.by_index().get(index)
     if point is None:
-        raise DamagedFileError(
-            f"{array.points_path}, line {index + 1}: the point cannot be read; {'; '.join(damage) or 'it is missing'}"
-        )
+        raise DamagedFileError(f"{array.points_path}, line {index + 1}: the point is missing")
     if array.sweep.was_removed(point):
         log.warning("run %s was removed after it had begun: it is not run again", point.run)
         return None
     run = array.sweep.make_run(point, time.time())
-    owner = ownership.read(run)
+    owner = run.owner()
     # `toolkit sweep stop` writes a result, and its request, also for a run that no job has had.
     if owner.token == token if owner is not None else run.result() is None:
         return run

@@ -27,8 +27,8 @@ class Tried(NamedTuple):
 def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     """Return all points of the sweep."""
     found = []
-    for point, _, _ in sweep_folder.newest(sweep.arrays(), []).values():
-        result = sweep.run_of(point).result([])
+    for point, _, _ in sweep_folder.newest(sweep.arrays()).values():
+        result = sweep.run_of(point).result()
         # The last figure of a run that failed, or that a user has stopped, is not that of a whole run.
         is_tried = result is not None and result.state is RunState.COMPLETED
         score = result.metrics.get(metric.removeprefix("-")) if result is not None and is_tried else None

@@ -92,7 +92,7 @@ def _run_all(sweep: SweepDir) -> None:
 def _waiting(sweep: SweepDir) -> list[Point]:
     """Return the points that have not ended since they were submitted last."""
     points = []
-    for point, array, _ in sweep_folder.newest(sweep.arrays(), []).values():
+    for point, array, _ in sweep_folder.newest(sweep.arrays()).values():
         record = array.record()
         if record is None or record.executor != "local":
             continue
@@ -112,7 +112,7 @@ def _start(sweep: SweepDir, point: Point) -> Run | None:
     """
     run = sweep.make_run(point, time.time())
     try:
-        owner = ownership.read(run)
+        owner = run.owner()
         is_begun = ownership.is_being_submitted(run, owner)
         if is_begun and owner is not None and owner.pid != os.getpid():  # its user resumes it
             return None

@@ -18,9 +18,9 @@ def named_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[Run
     A sweep with a name of its own leaves the config's name to the newest run that is no point. Raises RunNotFoundError
     if ``text`` means all points of a sweep, or one that has not started.
     """
-    newest = by_name[-1].point([]) if by_name else None
+    newest = by_name[-1].point() if by_name else None
     if newest is not None and newest.sweep != text:
-        alone = next((run for run in reversed(by_name) if run.point([]) is None), None)
+        alone = next((run for run in reversed(by_name) if run.point() is None), None)
         by_name = by_name if alone is None else [alone]
     if (sweep := _sweep_of(text, by_name, root)) is not None:
         raise RunNotFoundError(
@@ -40,7 +40,7 @@ def named_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[Run
 def _sweep_of(name: str, runs: Sequence[RunDir], root: Path) -> str | None:
     """Return the sweep that a config's name means, None if it means a single run. ``runs`` have that name."""
     newest = runs[-1] if runs else None
-    if newest is not None and (point := newest.point([])) is not None:
+    if newest is not None and (point := newest.point()) is not None:
         return point.sweep
     # A sweep has the config's name if it was given no other. It may be that none of its points has started.
     try:

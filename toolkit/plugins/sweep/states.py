@@ -6,16 +6,16 @@ Runs are read from their own files. One question to Slurm is about all points th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.base.errors import DamagedFileError, SlurmError
 from toolkit.base.procfs import Life
 from toolkit.files.run_files import RunResult, RunState, state_word, waits_until
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import sweep_folder
-from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
+from toolkit.plugins.sweep.sweep_folder import Array, ArrayRecord, Point, SweepDir
 from toolkit.run.records import submitted_run
 from toolkit.run.records.submitted_run import RunJobs, RunStanding
 from toolkit.slurm import cluster_name, states
@@ -23,10 +23,13 @@ from toolkit.slurm import states as slurm_states
 from toolkit.slurm.jobs import JobStatus, base_id
 from toolkit.slurm.states import Phase
 
+if TYPE_CHECKING:  # a supervisor that waits for a sweep does without the listings
+    from toolkit.cli.run_rows import RunRow
+
 #: Asks Slurm about jobs. A job that Slurm does not know is None in the answer.
 Ask = Callable[[Iterable[str]], Mapping[str, JobStatus | None]]
 #: Returns the rows of runs, see `toolkit.cli.show`.
-RowsOfRuns = Callable[[Sequence[RunDir]], list[dict[str, Any]]]
+RowsOfRuns = Callable[[Sequence[RunDir]], list["RunRow"]]
 
 #: States of points that have no run.
 NOT_SUBMITTED, LOST, REMOVED = "not submitted", "lost", "removed"
@@ -43,56 +46,56 @@ class PointStanding:
     state: str
     job_id: str | None = None
     why: str | None = None
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: RunRow | None = None
     executor: str = "slurm"  #: of ``job_id``
     job: RunJobs | None = None  #: the job of its list, which may not be the one that its run has
 
     @property
     def is_to_retry(self) -> bool:
         """True if the point has ended without its result, or will never start."""
-        ended_early = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, RunState.UNREADABLE)
+        ended_early = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED)
         return state_word(self.state) in ended_early
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        return self.row.get("metrics") or {}
+        return {} if self.row is None else self.row.metrics
 
 
-def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns, damage: list[str]) -> list[PointStanding]:
-    """Return every point, in the order of its submission. ``damage`` gets what cannot be read."""
-    newest = sweep_folder.newest(sweep.arrays(), damage)
-    records = {array: array.record(damage) for array in dict.fromkeys(array for _, array, _ in newest.values())}
+def standings(sweep: SweepDir, ask: Ask, rows_of: RowsOfRuns) -> list[PointStanding]:
+    """Return every point, in the order of its submission. Raises DamagedFileError where the sweep cannot be read."""
+    newest = sweep_folder.newest(sweep.arrays())
+    records = {array: array.record() for array in dict.fromkeys(array for _, array, _ in newest.values())}
     started = dict.fromkeys(_started(sweep, [point for point, _, _ in newest.values()]))
     jobs = {id_: array.job_of(point, index, records[array]) for id_, (point, array, index) in newest.items()}
     # One question for all: also the rows below are made from its answer.
     is_queued = {
         id_
         for id_, (point, array, _) in newest.items()
-        if point.run not in started or sweep_folder.is_again(sweep.run_of(point), array, records[array])
+        if point.run not in started or _is_again(sweep.run_of(point), array, records[array])
     }
     answers, is_answered = _answers(ask, [job for id_ in is_queued if (job := jobs[id_]) is not None])
-    rows = {row["path"]: row for row in rows_of([RunDir(sweep.runs / run) for run in started])}
+    rows = {row.path: row for row in rows_of([RunDir(sweep.runs / run) for run in started])}
     is_local = any(record is not None and record.executor == "local" for record in records.values())
     works_here, begun = is_local and sweep.works_here(), sweep.begun()
     found = []
     for id_, (point, array, _) in newest.items():
         record, job = records[array], jobs[id_]
         run, job_id = (sweep.run_of(point), None) if job is None else (job.run, job.ids[0])
-        row = rows.get(str(run.path), {})
+        row = rows.get(str(run.path))
         stand = None if job is None else answers.get(job)
         state, why = _waiting_state(record, job_id, stand, works_here)
         is_again = id_ in is_queued and state in (RunState.QUEUED, RunState.STARTING)
         executor = "slurm" if record is None else record.executor
         # Without Slurm's answer a run that may still work keeps its own state.
-        if row and not (is_again and (is_answered or row["state"] in _ENDED)):
-            state, why = row["state"], row["why"] or waits_until(row["after"]) or None
-            if row["job_id"]:
-                job_id, executor = row["job_id"], row["executor"]
+        if row is not None and not (is_again and (is_answered or row.state in _ENDED)):
+            state, why = row.state, row.why or waits_until(row.after) or None
+            if row.job_id:
+                job_id, executor = row.job_id, row.executor
         elif point.after is not None and state == RunState.QUEUED and why in (None, "Dependency"):
             why = waits_until(point.after.names())
         elif state == RunState.QUEUED and why is not None:
             why = states.in_words(why)
-        elif not row and id_ in begun and sweep.was_removed(point):
+        elif row is None and id_ in begun and sweep.was_removed(point):
             state, why = REMOVED, "its run folder was removed, so it is not run again; another --name runs it anew"
         found.append(PointStanding(point, run, state, job_id, why, row, executor, job))
     return found
@@ -112,6 +115,14 @@ def _started(sweep: SweepDir, points: Sequence[Point]) -> list[str]:
     return started
 
 
+def _is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
+    """Return what `sweep_folder.is_again` does. Of a run that cannot be read its row tells."""
+    try:
+        return sweep_folder.is_again(run, array, record)
+    except DamagedFileError:
+        return False
+
+
 def may_start_again(run: RunDir, ask: Ask) -> bool:
     """True if its sweep has submitted an ended run again, and it may still start. Also if Slurm does not answer.
 
@@ -122,7 +133,7 @@ def may_start_again(run: RunDir, ask: Ask) -> bool:
         return False
     array, job = retry
     if job is None:
-        record = array.record([])
+        record = array.record()
         return record is not None and record.executor == "local" and array.sweep.works_here()
     answers, _ = _answers(ask, [job])
     return job not in answers or not answers[job].is_over
@@ -175,10 +186,10 @@ class UnfinishedPoint(NamedTuple):
 
 def unfinished_points(path: Path) -> Iterator[UnfinishedPoint]:
     """Yield the points that have not completed. One whose run was removed is over."""
-    sweep, damage = SweepDir(path), list[str]()
-    newest, begun = sweep_folder.newest(sweep.arrays(), damage), sweep.begun()
-    if damage or not newest:
-        raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {damage[0] if damage else sweep.path}")
+    sweep = SweepDir(path)
+    newest, begun = sweep_folder.newest(sweep.arrays()), sweep.begun()
+    if not newest:
+        raise DamagedFileError(f"sweep {sweep.name} has no points: {sweep.path}")
     works_here = sweep.works_here()
     for point, array, index in newest.values():
         run = sweep.run_of(point)

@@ -211,10 +211,7 @@ def _placements(sweep: SweepDir, found: Sequence[CheckedPoint]) -> dict[str, dic
 
 def _new_points(sweep: SweepDir, found: Iterable[CheckedPoint], waits_for: AfterRecord | None) -> list[Point]:
     """Return the points that are in no list of the sweep, as lines of one. Raises DamagedFileError."""
-    damage: list[str] = []
-    known = sweep_folder.newest(sweep.arrays(), damage)
-    if damage:
-        raise DamagedFileError(f"{damage[0]}: which points were submitted is not known; use another --name")
+    known = sweep_folder.newest(sweep.arrays())
     taken = {point.run for point, _, _ in known.values()}
     record = sweep.record()
     assert record is not None
@@ -261,7 +258,7 @@ def add_list(sweep: SweepDir, record: SweepRecord, batch: Iterable[Point], execu
 def write_points(array: Array, by_index: Mapping[int, Point]) -> None:
     """Write the list of the points by their places in the array."""
     lines = (point.replace(index=index) for index, point in by_index.items())
-    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(line.to_file()) for line in lines))
+    fsio.write_atomic(array.points_path, b"".join(fsio.json_line(line.to_json()) for line in lines))
 
 
 def unsent(sweep: SweepDir) -> list[Array]:
@@ -311,10 +308,12 @@ def submit_array(
                 "values"
             ) from error
     if record is None:
-        # Slurm has the job, and the record is damaged. The job knows its array by the token.
+        # Slurm has the job, and the record was removed. The job knows its array by the token.
         token = re.search(rf"export {ownership.TOKEN_VARIABLE}=(\w+)", reading.read_text(array.script))
         if token is None:
-            raise DamagedFileError(f"{array.script} is damaged, and so is the record beside it; cancel its job by hand")
+            raise DamagedFileError(
+                f"{array.script} names no token, and the record beside it is gone; cancel its job by hand"
+            )
         record = ArrayRecord(token[1], "slurm", is_array=len(array.points()) > 1, job_id=None)
     array.write_record(record.replace(job_id=job_id, cluster=cluster_name.name_here()))
     return [job_id]
@@ -342,13 +341,12 @@ def _place(array: Array, placements: Mapping[str, Mapping[str, Any]]) -> None:
 
     No job has the list yet. Points that are not in ``placements`` stay as they are.
     """
-    damage: list[str] = []
-    before, after = array.by_index(damage), {}
+    before, after = array.by_index(), {}
     for index, point in before.items():
         others = {key: value for key, value in point.changes.items() if not _is_placement(key)}
         changes = {**others, **placements[point.id]} if point.id in placements else point.changes
         after[index] = point.replace(changes=changes)
-    if after != before and not damage:
+    if after != before:
         write_points(array, after)
 
 
@@ -364,7 +362,7 @@ def _script(
 
     sweep, listed = array.sweep, array.by_index()
     if not listed:
-        raise DamagedFileError(f"{array.points_path} has no point that can be read; use another --name")
+        raise DamagedFileError(f"{array.points_path} has no points; use another --name")
     config = configs.load_config(sweep.base, site=False)
     for key, value in listed[min(listed)].changes.items():
         configs.put(config, key.split("."), value)
@@ -399,7 +397,7 @@ def _jobs_awaited_by(points: Iterable[Point], sweep: SweepDir, slurm: SlurmComma
     if point is None or point.after is None:
         return []
     run = sweep.run_of(point)
-    if run.config.exists() and run.after([]) is None:  # it has waited long enough, and runs again
+    if run.config.exists() and run.after() is None:  # it has waited long enough, and runs again
         return []
     from toolkit.plugins.sweep import awaited
 
@@ -421,9 +419,9 @@ def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
         seen.add(path)
         # What the run, or the points of the sweep, in this folder wait for.
         if Path(path).parent.name == rundir.SWEEPS:
-            points = sweep_folder.newest(SweepDir(Path(path)).arrays(), [])
+            points = sweep_folder.newest(SweepDir(Path(path)).arrays())
             others = [point.after for point, _, _ in points.values()]
         else:
-            others = [RunDir(Path(path)).after([])]
+            others = [RunDir(Path(path)).after()]
         for other in others:
             way += [] if other is None else [*other.sweeps, *other.runs]

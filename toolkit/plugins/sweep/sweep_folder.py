@@ -12,15 +12,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError, RequestError, nearest
 from toolkit.files import rundir
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.files.run_files import (
     AfterRecord,
-    Anything,
     Executor,
     Moment,
     RunState,
@@ -29,7 +29,6 @@ from toolkit.files.run_files import (
     Word,
 )
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import ownership
 from toolkit.run.records.submitted_run import RunJobs
 
 
@@ -51,8 +50,8 @@ class Point(FileRecord):
 
     id: Word
     run: str  #: name and id of its run
-    values: Mapping[str, Anything] = field(default_factory=dict)
-    changes: Mapping[str, Anything] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
     after: AfterRecord | None = None  #: what must have completed before it starts
     index: int | None = None  #: its element of the array; None until the list is written
 
@@ -84,18 +83,18 @@ class Array:
     def script(self) -> Path:
         return self.points_path.with_suffix(".sh")
 
-    def record(self, damage: list[str] | None = None) -> ArrayRecord | None:
-        return ArrayRecord.read_or_none(self.points_path.with_suffix(".json"), damage)
+    def record(self) -> ArrayRecord | None:
+        return ArrayRecord.read(self.points_path.with_suffix(".json"))
 
     def write_record(self, record: ArrayRecord) -> None:
-        fsio.write_json(self.points_path.with_suffix(".json"), record.to_file())
+        fsio.write_json(self.points_path.with_suffix(".json"), record.to_json())
 
-    def points(self, damage: list[str] | None = None) -> list[Point]:
-        return list(self.by_index(damage).values())
+    def points(self) -> list[Point]:
+        return list(self.by_index().values())
 
-    def by_index(self, damage: list[str] | None = None) -> dict[int, Point]:
+    def by_index(self) -> dict[int, Point]:
         """Return the points by their index in the array."""
-        points = Point.read_lines(self.points_path, damage)
+        points = Point.read_lines(self.points_path)
         return {point.index: point for point in points if point.index is not None}
 
     def job_of(self, point: Point, index: int, record: ArrayRecord | None) -> RunJobs | None:
@@ -135,12 +134,8 @@ class SweepDir:
         """Return ``sweep.json``; None if there is none. Raises DamagedFileError."""
         return SweepRecord.read(self.path / "sweep.json")
 
-    def record_or_none(self) -> SweepRecord | None:
-        """Return ``sweep.json``; None if there is none, or it is damaged."""
-        return SweepRecord.read_or_none(self.path / "sweep.json", [])
-
     def write_record(self, record: SweepRecord) -> None:
-        fsio.write_json(self.path / "sweep.json", record.to_file())
+        fsio.write_json(self.path / "sweep.json", record.to_json())
 
     def arrays(self) -> list[Array]:
         """Return the lists of points, oldest first."""
@@ -199,10 +194,10 @@ class SweepDir:
         for key, value in point.changes.items():
             configs.put(config, key.split("."), value)
         place = SweepPoint(self.name, point.id, point.values, metric=sweep.metric)
-        fsio.write_json(run.path / "point.json", place.to_file())
+        fsio.write_json(run.path / "point.json", place.to_json())
         run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
         if point.after is not None:
-            fsio.write_json(run.after_path, point.after.to_file())
+            fsio.write_json(run.after_path, point.after.to_json())
         # The config comes last: a folder that has one is a whole run.
         fsio.write_atomic(run.config, configs.dump_config(config))
         self._mark_begun(point)
@@ -249,10 +244,10 @@ def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
 
     The run has a folder already. A run that was lost has no result.
     """
-    result = run.result([])
+    result = run.result()
     if record is None or (result is not None and result.state is RunState.COMPLETED):
         return False
-    owner = ownership.read(run, [])
+    owner = run.owner()
     if owner is not None and record.executor == "slurm":
         return owner.token != record.token
     # It was stopped before a job had it, or needs none. The list is newer than its result if it submits the run again.
@@ -267,25 +262,25 @@ def retry_of(run: RunDir) -> tuple[Array, RunJobs | None] | None:
 
     None if there is no such list, or if the run has started by it.
     """
-    place, owner, result = run.point([]), ownership.read(run, []), run.result([])
+    place, owner, result = run.point(), run.owner(), run.result()
     if place is None or (result is not None and result.state is RunState.COMPLETED):
         return None
     for array in reversed(SweepDir(run.path.parent.parent / rundir.SWEEPS / place.sweep).arrays()):
-        record = array.record([])
+        record = array.record()
         if record is None:
             continue
         if owner is not None and owner.token == record.token:  # the last list that has started the run
             return None
-        for index, point in array.by_index([]).items():
+        for index, point in array.by_index().items():
             if point.id == place.id:
                 return array, array.job_of(point, index, record)
     return None
 
 
-def newest(arrays: Sequence[Array], damage: list[str]) -> dict[str, tuple[Point, Array, int]]:
+def newest(arrays: Sequence[Array]) -> dict[str, tuple[Point, Array, int]]:
     """Return each point by its id, with its last array and its index there."""
     found: dict[str, tuple[Point, Array, int]] = {}
     for array in arrays:
-        for index, point in array.by_index(damage).items():
+        for index, point in array.by_index().items():
             found[point.id] = (point, array, index)
     return found

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -77,15 +76,11 @@ def look_after(args: Namespace) -> int | None:
     if len(args.overrides) != 1:
         names = listing([path.name for path in rundir.sweep_paths()]) or "none"
         raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep; there are: {names}")
-    sweep, damage = sweep_folder.find(args.overrides[0]), list[str]()
-    found = standings(sweep, shared_queue.of_user().show_jobs, show.status_rows, damage)
+    sweep = sweep_folder.find(args.overrides[0])
+    found = standings(sweep, shared_queue.of_user().show_jobs, show.status_rows)
     metric = args.metric or _metric(sweep, found)
     verbs = {"status": _status, "retry": _retry, "stop": _stop, "best": _best, "export": _export}
-    code = verbs[args.config](sweep, found, metric, args)
-    is_data = args.json or args.config == "export"
-    for what in dict.fromkeys(damage):
-        say(f"damaged: {what}", sys.stderr if is_data else sys.stdout)
-    return code
+    return verbs[args.config](sweep, found, metric, args)
 
 
 def _metric(sweep: SweepDir, found: Sequence[PointStanding]) -> str:
@@ -196,7 +191,7 @@ def _export(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
         values = [each.point.values.get(key, "") for key in keys]
         metrics = [_empty_if_none(each.metrics.get(name)) for name in names]
         writer.writerow(
-            [each.run.id, each.point.id, each.state, *values, _empty_if_none(each.row.get("step")), *metrics]
+            [each.run.id, each.point.id, each.state, *values, _empty_if_none(each.row and each.row.step), *metrics]
         )
     print(text.getvalue(), end="")
 
@@ -205,19 +200,18 @@ def _export(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
 
 
 def _as_data(each: PointStanding) -> dict[str, Any]:
-    row: Mapping[str, Any] = each.row
+    row = each.row
     return {
         "point": each.point.id,
         "run": each.run.id,
         "values": each.point.values,
         "state": each.state,
         "job_id": each.job_id,
-        "step": row.get("step"),
-        "total_steps": row.get("total_steps"),
-        "attempt": row.get("attempt", 0),
+        "step": row and row.step,
+        "total_steps": row and row.total_steps,
+        "attempt": 0 if row is None else row.attempt,
         "metrics": each.metrics,
         "why": each.why,
-        "damage": row.get("damage", []),
         "path": str(each.run.path),
     }
 
@@ -231,12 +225,12 @@ def _table(found: Sequence[PointStanding], metric: str, width: int | None) -> ta
     head = ["RUN", *(name.upper() for name in short_names), "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
     rows = []
     for each in found:
-        step, total = each.row.get("step"), each.row.get("total_steps")
-        steps = "" if step is None else f"{step}/{total or '?'}"
+        row = each.row
+        steps = "" if row is None or row.step is None else f"{row.step}/{row.total_steps or '?'}"
         value = _value(each, metric)
         figure = "" if value is None else f"{value:.4g}"
         values = [_shown(each.point.values.get(key, "")) for key in keys]
-        job = each.job_id if each.row.get("executor", "slurm") == "slurm" else ""
+        job = each.job_id if row is None or row.executor == "slurm" else ""
         run = each.run.id if width is None else tables.short(each.run.id)
         rows.append([run, *values, each.state, job or "", steps, figure])
     return tables.Table([head, *rows], width, ("JOB",))
@@ -248,8 +242,6 @@ def _causes(found: Sequence[PointStanding]) -> list[str]:
     for each in found:
         if each.why and each.state != RunState.COMPLETED:
             causes.setdefault(f"{each.state}: {each.why}", []).append(each.run.id[-8:])
-        for what in each.row.get("damage", ()):
-            causes.setdefault(f"damaged: {what}", []).append(each.run.id[-8:])
     return [
         f"{', '.join(runs[:4])}{f' and {len(runs) - 4} more' if len(runs) > 4 else ''}: {why}"
         for why, runs in causes.items()

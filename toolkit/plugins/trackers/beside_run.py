@@ -58,7 +58,7 @@ class Senders:
 
     def close(self) -> None:
         """Wait until all points of a run that has ended are sent, but not for long. End the programs of any other."""
-        deadline = time.monotonic() + (LIMIT_S if self._run.result([]) is not None else 0.0)
+        deadline = time.monotonic() + (LIMIT_S if self._run.result() is not None else 0.0)
         for program in self._programs:
             program.close(deadline)
 
@@ -82,7 +82,7 @@ class _Program:
                 path = self._run.logs / f"tracker-{self._name}.log"
                 log.warning("trackers: %s ended with %d%s; its output: %s", self._name, code, again, path)
             is_told = True
-            is_over = self._run.result([]) is not None
+            is_over = self._run.result() is not None
             if code == EXIT_REQUEST or self._is_closing.wait(LAST_PAUSE_S if is_over else PAUSE_S):
                 return
 
@@ -110,7 +110,7 @@ class _Program:
         if not self._thread.is_alive():  # all is sent, or why not is told
             return
         self._is_closing.set()
-        if self._run.result([]) is not None:
+        if self._run.result() is not None:
             advice = shlex.join(["toolkit", "sync", self._run.id, *self._words[1:]])
             log.warning(
                 "trackers: %s has not got everything within %g s: `%s` sends the rest", self._name, LIMIT_S, advice

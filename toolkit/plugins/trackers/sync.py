@@ -29,8 +29,7 @@ from toolkit.base import fsio, logs, reading, terminal
 from toolkit.base.errors import EXIT_DONE, RequestError, TrackerError
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import arguments
-from toolkit.files import records
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
@@ -74,9 +73,9 @@ class SyncOutcome:
 
 def identity(run: RunDir, project: str | None) -> RunIdentity:
     """Return how the run is named in a tracker."""
-    attempts = run.attempts([])
-    begun = attempts[0].begun if attempts else run.status([]).submitted or run.status([]).started or 0.0
-    return RunIdentity(run.id, run.name, project or run.name, begun, shown_values(run, [])[0])
+    attempts = run.attempts()
+    begun = attempts[0].begun if attempts else run.status().submitted or run.status().started or 0.0
+    return RunIdentity(run.id, run.name, project or run.name, begun, shown_values(run)[0])
 
 
 class RunSync:
@@ -97,7 +96,7 @@ class RunSync:
         fsio.make_dir(self._run.trackers, parents=0)
         with self._alone():
             # First how far the run is, then the file: what a checkpoint covers was on the disk before it.
-            result, last = self._run.result([]), math.inf if everything else final_step(self._run)
+            result, last = self._run.result(), math.inf if everything else final_step(self._run)
             record, is_doubtful = self._opened()
             before, remote = record.points, record.remote
             if is_doubtful:
@@ -113,11 +112,7 @@ class RunSync:
 
     def _opened(self) -> tuple[SyncRecord, bool]:
         """Return the record, and whether the copy may hold more or less than it says."""
-        damage: list[str] = []
-        record = SyncRecord.read_or_none(self._path, damage)
-        if damage:
-            records.set_aside(self._path, damage)
-            record = None
+        record = SyncRecord.read_or_none(self._path)  # without it the copy is made again
         remote, is_found = self._tracker.open(record.remote if record else None)
         if record is None or remote != record.remote or not (is_found or record.points == 0):
             # A copy that was removed there is made again from the first line.
@@ -130,7 +125,7 @@ class RunSync:
         return SyncRecord(self._name, self._tracker.place, remote)
 
     def _write(self, record: SyncRecord) -> SyncRecord:
-        fsio.write_json(self._path, record.to_file())
+        fsio.write_json(self._path, record.to_json())
         return record
 
     def _tail(self, end: int) -> str:
@@ -157,13 +152,10 @@ class RunSync:
         return self._send_batch(record, batch, has) if batch else record
 
     def _final_lines(self, start: int, last: float) -> Iterator[MetricsLine]:
-        damage: list[str] = []
-        for line in lines.read(self._metrics, damage, start):
+        for line in lines.read(self._metrics, start):
             if line.step > last:
                 break
             yield line
-        for text in damage:
-            records.note(text, None)
 
     def _send_batch(self, record: SyncRecord, batch: list[MetricsLine], has: Has | None) -> SyncRecord:
         end = batch[-1].end
@@ -232,7 +224,7 @@ def final_step(run: RunDir) -> float:
     While a run lives, the line of its newest checkpoint may still get more values. A run that was completed could
     only be lengthened.
     """
-    result = run.result([])
+    result = run.result()
     if result is not None and result.state is RunState.COMPLETED:
         return math.inf
     newest = newest_step(run.checkpoints)
@@ -241,16 +233,16 @@ def final_step(run: RunDir) -> float:
     return newest if result is not None else newest - 1
 
 
-def csv_rows(runs: Sequence[RunDir], damage: list[str]) -> Iterator[list[str]]:
+def csv_rows(runs: Sequence[RunDir]) -> Iterator[list[str]]:
     """Yield the rows of a table of all points, with a column for each tag. The first row is the head."""
     known: set[str] = set()
     for run in runs:
-        for line in lines.read(lines.path_of(run), damage):
+        for line in lines.read(lines.path_of(run)):
             known |= line.values.keys()
     tags = sorted(known)
     yield ["run", "step", "wall_time", *tags]
     for run in runs:
-        for line in lines.read(lines.path_of(run), damage):
+        for line in lines.read(lines.path_of(run)):
             cells = (repr(line.values[tag]) if tag in line.values else "" for tag in tags)
             yield [run.id, str(line.step), repr(line.wall_time), *cells]
 
@@ -270,7 +262,7 @@ def send(runs: Sequence[RunDir], name: str, project: str | None, *, follow: bool
     seen: dict[RunDir, tuple[bool, float]] = {}
     while left:
         for run in list(left):
-            is_over = run.result([]) is not None  # before the look at its metrics: nothing is missed
+            is_over = run.result() is not None  # before the look at its metrics: nothing is missed
             state = is_over, math.inf if everything else final_step(run)
             # The tracker is not asked while there is nothing new for it.
             if everything or is_over or seen.get(run) != state:
@@ -313,19 +305,16 @@ def _lines(outcome: SyncOutcome) -> str:
 def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> int:
     """Write all points of the runs as one table."""
     target = arguments.replaceable_path("--to", to, CSV_BEGIN) if to else None
-    damage: list[str] = []
     while True:
         # Look for the ends before the metrics are read: nothing written since is missed.
-        is_over = all(run.result([]) is not None for run in runs)
+        is_over = all(run.result() is not None for run in runs)
         if target is None:
-            csv.writer(sys.stdout, lineterminator="\n").writerows(csv_rows(runs, damage))
+            csv.writer(sys.stdout, lineterminator="\n").writerows(csv_rows(runs))
         else:
             text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows(csv_rows(runs, damage))
+            csv.writer(text, lineterminator="\n").writerows(csv_rows(runs))
             fsio.write_atomic(target, text.getvalue())
         if not follow or is_over:
             break
         time.sleep(EVERY_S)
-    for line in damage:
-        log.warning("%s", line)
     return EXIT_DONE

@@ -55,8 +55,6 @@ def next_step(facts: Situation) -> str:
         return _resume(facts)
     if facts.state == LOST:
         return f"nothing brings it back by itself; {_resume(facts)}"
-    if facts.state == RunState.UNREADABLE:
-        return f"{_resume(facts)}, if it had not come to its end"
     if facts.state == RunState.REQUEUED:
         waits_for = f"what it waits for: `toolkit status {facts.run}`"
         return f"nothing to do; it goes on when Slurm starts the job again ({waits_for})"
@@ -91,13 +89,9 @@ def _resume(facts: Situation, words: str = "") -> str:
 
 
 def situation_of(run: RunDir, state: str | None = None) -> Situation:
-    """Return the facts by the run's own files. ``state`` is what else is known of its state; by default its result's.
-
-    Damaged files count as missing.
-    """
-    damage: list[str] = []
-    result, status = run.result(damage), run.status(damage)
-    attempts = run.attempts(damage)
+    """Return the facts by the run's own files. ``state`` is what else is known of its state."""
+    result, status = run.result(), run.status()
+    attempts = run.attempts()
     known = state_word(state or (result.state if result is not None else status.state) or "unknown")
     config = run_config.read(run)
     last = attempts[-1] if attempts else None
@@ -135,7 +129,7 @@ def of_restarts(run: RunDir, attempt: int) -> str:
         return ""
     # It is told, or it has the toolkit's checkpoints.
     is_told = config.on_restart or any("TOOLKIT_ATTEMPT" in word for word in config.argv)
-    if is_told or any(line.step_end is not None for line in run.attempts([])):
+    if is_told or any(line.step_end is not None for line in run.attempts()):
         return ""
     return (
         "a script that is started again goes on only if it looks for its own checkpoint; else it starts over, and ends "
@@ -166,7 +160,7 @@ def of(run: RunDir, state: str | None = None) -> str:
 
 def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:
     """Return the overrides that a run needs which had too little memory or time. Empty for other failures."""
-    usage = run.usage([]).jobs
+    usage = run.usage().jobs
     is_slurm = last.job_id is not None
     if last.cause == "timeout" and is_slurm and config.cluster.time_min:
         return f"cluster.time_min={2 * config.cluster.time_min}"

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.base import fsio, secret_values, tracebacks
 from toolkit.base.errors import EXIT_REQUEST, MOST_CHARS, shortened
 from toolkit.devices.kinds import DEVICE_ERROR, DEVICE_OUT_OF_MEMORY
 from toolkit.files import records
-from toolkit.files.records import COUNT, FLAG, MOMENT, TEXT, Either, Leaf, Maybe, Record
+from toolkit.files.records import MOMENT, JsonRecord
 from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import THEN_PRINTED, RankFailure
@@ -31,24 +32,20 @@ SHOWN = 200
 #: The exit code of a program that refuses its arguments: argparse's and click's.
 EXIT_USAGE = 2
 
-_DIGITS = Leaf(
-    "a time in seconds", lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,11}", value) is not None
-)
-_TORCHS = Record(
-    {
-        "message": Maybe(TEXT),
-        "extraInfo": Maybe(Record({"py_callstack": Maybe(TEXT), "timestamp": Maybe(Either(_DIGITS, MOMENT))})),
-    }
-)
-_ERROR_FILE = Record(
-    {
-        **dict.fromkeys(("type", "host", "traceback"), Maybe(TEXT)),
-        "message": Maybe(Either(TEXT, _TORCHS)),
-        "time": Maybe(MOMENT),
-        "exit_code": Maybe(COUNT),
-        "comes_again": Maybe(FLAG),
-    }
-)
+
+@dataclass(frozen=True)
+class _ErrorFile(JsonRecord):
+    """A rank's report, by the toolkit or by torch. What comes from a user's exception may be of any type."""
+
+    message: Any = None  #: text; of torch an object
+    type: str | None = None
+    host: str = "?"
+    traceback: str = ""
+    time: Any = None
+    exit_code: Any = None
+    comes_again: Any = None
+
+
 #: Error texts about lack of the node's memory: of numpy, Python, C++ and the kernel.
 _OUT_OF_MEMORY = re.compile(
     r"\bMemoryError\b|_ArrayMemoryError|error: out of memory|std::bad_alloc|\[Errno 12\]|Cannot allocate memory"
@@ -89,37 +86,31 @@ def is_consequence(how: str) -> bool:
     return _CONSEQUENCE.search(how) is not None
 
 
-def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
-    """Return what the ranks of an attempt wrote about their own ends.
-
-    ``damage`` is as in :meth:`RunDir.status`.
-    """
-    return [read_error_file(path, damage) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
+def read_error_files(folder: Path) -> list[RankFailure]:
+    """Return what the ranks of an attempt wrote about their own ends."""
+    return [read_error_file(path) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
 
 
-def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
+def read_error_file(path: Path) -> RankFailure:
     """Return what a rank wrote about its own end. The format is the toolkit's or torch's.
 
-    A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
+    A file that cannot be read is a failure without text: torch writes in place, and a kill or a full disk may come in
+    between.
     """
-    fields = records.read_or(path, _ERROR_FILE, {}, damage)
-    inner = fields.get("message")
-    if isinstance(inner, dict):  # torch's format
-        info = inner.get("extraInfo", {})
-        torchs = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
-        fields = {name: value for name, value in torchs.items() if value is not None}
+    report = records.read_or_none(path, _ErrorFile) or _ErrorFile()
+    message, traceback, time = report.message, report.traceback, report.time
+    if isinstance(message, dict):  # torch's format
+        more = message.get("extraInfo")
+        more = more if isinstance(more, dict) else {}
+        message, traceback, time = message.get("message"), str(more.get("py_callstack") or ""), more.get("timestamp")
     # Those of torch have any length.
-    fields |= {
-        name: shortened(fields[name], most_chars)
-        for name, most_chars in (("message", MOST_CHARS), ("traceback", 4 * MOST_CHARS))
-        if name in fields
-    }
-    how = str(fields.get("message", "no message"))
+    how = shortened(str("no message" if message is None else message))
+    traceback = shortened(traceback, 4 * MOST_CHARS)
     # torch's DataLoader gives a worker's whole traceback as the text of its error.
     if inner_errors := [*tracebacks.raised(how)]:
         how = f"{how.partition(chr(10))[0]} {inner_errors[-1].how}"
-    if "type" in fields:
-        how = f"{fields['type']}: {how if 'message' in fields else ''}"
+    if report.type is not None:
+        how = f"{report.type}: {'' if message is None else how}"
     match = _NAME.fullmatch(path.name)
     assert match, path
     memory = any(text.search(how) for text in (_OUT_OF_MEMORY, DEVICE_OUT_OF_MEMORY))
@@ -129,17 +120,24 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         unreached = other_end and plain_address(next(filter(None, other_end.groups())))
     return RankFailure(
         int(match[1]),
-        host=fields.get("host", "?"),
+        host=report.host,
         how=how,
-        time=float(fields.get("time") or path.stat().st_mtime),
-        traceback=fields.get("traceback", ""),
+        time=_seconds(time) or path.stat().st_mtime,
+        traceback=traceback,
         out_of_memory=memory,
         blames_node=not memory and any(text.search(how) for text in (DEVICE_ERROR, _NO_WAY_OUT)),
         is_consequence=is_consequence(how),
         unreached=unreached,
-        comes_again=fields.get("comes_again", fields.get("exit_code") == EXIT_REQUEST),
-        where=tracebacks.place(fields.get("traceback", "")),
+        comes_again=report.exit_code == EXIT_REQUEST if report.comes_again is None else bool(report.comes_again),
+        where=tracebacks.place(traceback),
     )
+
+
+def _seconds(time: Any) -> float | None:
+    """Return a time in seconds since the epoch, which torch writes as text. None for anything else."""
+    if isinstance(time, str) and re.fullmatch(r"\d{1,11}", time):
+        time = int(time)
+    return float(time) if MOMENT.fits(time) else None
 
 
 def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list[RankFailure]:

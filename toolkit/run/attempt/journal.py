@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from toolkit.base import logs
-from toolkit.base.errors import CheckpointError
+from toolkit.base.errors import CheckpointError, DamagedFileError
 from toolkit.base.procfs import ProcessIdentity
 from toolkit.checkpoint.folder import newest_step
 from toolkit.files.run_files import (
@@ -100,7 +100,10 @@ class Journal:
         """
         start = attempt.start
         if start is None:
-            return {} if attempt.left_over is None else attempt.left_over.given("submitted", "goodput", "start_up")
+            left = attempt.left_over
+            if left is None:
+                return {}
+            return {"submitted": left.submitted, "goodput": left.goodput, "start_up": left.start_up}
         ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
         submit_s = self._submit_s if attempt.number == 1 else 0.0
         parts = start_up.of_attempt(start, attempt.started, attempt.first_step, attempt.progress, submit_s)
@@ -141,17 +144,11 @@ class Journal:
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
         first = verdict.first_failure
         first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how, first.where)
-        # Keys that few attempts have are left out of the others' lines.
-        more = self._account(attempt, attempt.ended)
-        if attempt.vacated_nodes:
-            more["vacated_nodes"] = tuple(sorted(attempt.vacated_nodes))
-        if attempt.progress.stragglers:
-            more["slow_nodes"] = attempt.progress.stragglers
         # A left-over attempt keeps the job id of the job that made it, as far as its status tells.
         job: dict[str, Any] = {"job_id": self._allocation.job_id, "restart_count": self._allocation.restart_count}
         reached = attempt.progress.step
         if attempt.left_over is not None:
-            job |= attempt.left_over.given(*job)
+            job = {"job_id": attempt.left_over.job_id, "restart_count": attempt.left_over.restart_count}
             # The last status of a dead supervisor may be older than the last checkpoint.
             reached = None if reached is None else max(reached, attempt.step_saved or 0)
         line = AttemptRecord(
@@ -172,8 +169,10 @@ class Journal:
             suspect=verdict.suspect,
             first_failure=first_failure,
             line=verdict.line,
+            vacated_nodes=tuple(sorted(attempt.vacated_nodes)),
+            slow_nodes=attempt.progress.stragglers,
             code=self._run.code_number,
-            **more,
+            **self._account(attempt, attempt.ended),
         )
         lines = self.lines  # read before the line is in the file
         self._run.add_attempt(line)
@@ -181,18 +180,21 @@ class Journal:
 
     def write_result(self, attempt: Attempt, state: RunState, why: str, efficiency: Efficiency | None) -> None:
         now, lines = time.time(), self.lines
-        at = attempt.progress
-        result = RunResult(state, len(lines), step=at.step, epoch=at.epoch, samples=at.samples, metrics=at.metrics)
-        # Rank 0's own result wins over its last progress.
-        if attempt.result is not None:
-            result = result.merged(attempt.result)
-        more: dict[str, Any] = {"wall_s": round(now - lines[0].started, 3)}
-        ledgers = [line.goodput for line in lines]
-        if any(ledgers):
-            more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now - goodput.away_s(lines)))
-        if efficiency is not None:
-            more["efficiency"] = efficiency
-        self._run.write_result(result.replace(state=state, attempts=len(lines), **more, why=why))
+        at = attempt.progress if attempt.result is None else attempt.result  # rank 0's own result wins
+        ledgers, ended = [line.goodput for line in lines], now - goodput.away_s(lines)
+        result = RunResult(
+            state,
+            len(lines),
+            step=at.step,
+            epoch=at.epoch,
+            samples=at.samples,
+            metrics=at.metrics,
+            wall_s=round(now - lines[0].started, 3),
+            goodput=goodput.as_json(goodput.of_run(ledgers, lines[0].begun, ended)) if any(ledgers) else {},
+            efficiency=efficiency,
+            why=why,
+        )
+        self._run.write_result(result)
 
     def announce(self) -> None:
         """Note in the status that this supervisor has the run now.
@@ -201,7 +203,7 @@ class Journal:
         """
         status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
-            if status.to_json():
+            if status.state is not None:
                 self._run.write_status(status.replace(**self._who, updated=time.time()))
 
     def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> None:
@@ -244,6 +246,11 @@ class Journal:
 
 
 def write_ended(run: RunDir, state: RunState, why: str) -> None:
-    """Write result and status of a run that ends while it has no attempt."""
-    run.write_result(RunResult(state, len(run.attempts()), metrics={}, why=why))
-    run.write_status(run.status().replace(state=state, why=why, ended=time.time()))
+    """Write result and status of a run that ends while it has no attempt. A file that cannot be read may be why."""
+    try:
+        attempts, status = len(run.attempts()), run.status()
+    except DamagedFileError:
+        run.write_result(RunResult(state, why=why))
+        return
+    run.write_result(RunResult(state, attempts, why=why))
+    run.write_status(status.replace(state=state, why=why, ended=time.time()))

@@ -12,12 +12,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.base import fsio, logs
+from toolkit.base.errors import DamagedFileError
 from toolkit.files import records
-from toolkit.files.json_record import JsonRecord, shape_of
-from toolkit.files.records import MapOf
+from toolkit.files.records import JsonRecord
 from toolkit.files.run_files import Moment
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation, Shape
@@ -209,30 +208,24 @@ class Nodes:
         self._bad = {**self._bad, host: BadNode(why, time.time(), is_drained)}
         try:
             remember(self._run, host, why, is_drained=is_drained)
-        except OSError as error:  # a full disk: this job knows it all the same
-            log.error("%s: cannot be written: %s", _path(self._run), error)
+        except (OSError, DamagedFileError) as error:  # a full disk: this job knows it all the same
+            log.error("%s: %s is not noted: %s", _path(self._run), host, error)
 
 
 def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> None:
-    """Add ``host`` to the run's bad nodes. A damaged file is kept beside the new one."""
-    damage: list[str] = []
-    known = {name: bad.to_json() for name, bad in remembered(run, damage).items()}
-    if damage:
-        records.set_aside(_path(run), damage)
-    fsio.write_json(_path(run), {**known, host: BadNode(why, time.time(), is_drained).to_json()})
+    """Add ``host`` to the run's bad nodes. Raises OSError or DamagedFileError where these cannot be read now."""
+    known = records.read(_path(run), dict[str, BadNode]) or {}
+    known[host] = BadNode(why, time.time(), is_drained)
+    fsio.write_json(_path(run), {name: bad.to_json() for name, bad in known.items()})
 
 
-def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
-    """Return the run's bad nodes that can be read, by name.
-
-    ``damage`` is as in :meth:`RunDir.status`.
-    """
-    noted = dict[str, Any]()
+def remembered(run: RunDir) -> dict[str, BadNode]:
+    """Return the run's bad nodes by name. Raises DamagedFileError."""
     try:
-        noted = records.read_or(_path(run), MapOf(shape_of(BadNode)), {}, damage)
+        return records.read(_path(run), dict[str, BadNode]) or {}
     except OSError as error:  # of the file server: a run goes on without knowing its bad nodes
-        records.note(f"{_path(run)} cannot be read: {error.strerror or error}", damage)
-    return {host: BadNode.load(bad) for host, bad in noted.items()}
+        records.warn_once(f"{_path(run)} cannot be read: {error.strerror or error}")
+        return {}
 
 
 def forget(run: RunDir) -> None:

@@ -17,9 +17,9 @@ def acting_on(run: RunDir, job: str, argv: Sequence[str]) -> ActingKeys:
     return ActingKeys() if folder is None else acting_keys(job, argv, folder)
 
 
-def shown_values(run: RunDir, damage: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+def shown_values(run: RunDir) -> tuple[dict[str, str], dict[str, str]]:
     """Return what :func:`toolkit.config.shown.values_of` does, without the keys that do not act on the run."""
-    values, hidden = shown.values_of(run.config, damage)
+    values, hidden = shown.values_of(run.config)
     config = run_config.read(run)
     acting = ActingKeys() if config is None else acting_on(run, config.job, config.argv)
     return {key: value for key, value in values.items() if acting.include(key)}, hidden

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePath
@@ -17,7 +18,7 @@ from pathlib import Path, PurePath
 from toolkit.base import fsio, logs, reading, torch_version
 from toolkit.base.errors import RequestError, listing
 from toolkit.files import records, rundir
-from toolkit.files.records import TEXT, Record
+from toolkit.files.records import JsonRecord
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
 
@@ -108,7 +109,7 @@ def changed_since(run: RunDir) -> list[str]:
 
 def project_of(code: Path) -> Path | None:
     """Return the folder of which ``code`` is the copy; None where it is not known, or gone."""
-    return _noted(code / "SNAPSHOT.json", "project")
+    return _noted_folder(code / "SNAPSHOT.json")
 
 
 def note_folder(run: RunDir) -> None:
@@ -118,7 +119,7 @@ def note_folder(run: RunDir) -> None:
 
 def home_of(folder: Path) -> Path | None:
     """Return where the run or sweep of this ``folder`` was first submitted; None where that is not known, or gone."""
-    return _noted(folder / "folder.json", "folder") or project_of(rundir.code_in(folder))
+    return _noted_folder(folder / "folder.json") or project_of(rundir.code_in(folder))
 
 
 def at_home(folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -127,10 +128,20 @@ def at_home(folder: Path) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if home is None else contextlib.chdir(home)
 
 
-def _noted(path: Path, key: str) -> Path | None:
-    note = records.read_or(path, Record({key: TEXT}), {})
-    folder = Path(note[key]) if key in note else None
-    return folder if folder is not None and folder.is_dir() else None
+@dataclass(frozen=True)
+class SnapshotNote(JsonRecord):
+    """``SNAPSHOT.json`` in a copy of the sources, or ``folder.json`` in a run folder, as far as they are read."""
+
+    project: str | None = None
+    folder: str | None = None
+    git_sha: str | None = None
+    dirty: bool | None = None
+
+
+def _noted_folder(path: Path) -> Path | None:
+    note = records.read_or_none(path, SnapshotNote) or SnapshotNote()
+    folder = note.project or note.folder
+    return Path(folder) if folder is not None and Path(folder).is_dir() else None
 
 
 #: Why a file is left out that cannot be copied. Editors and builds remove files, or put others in their place.

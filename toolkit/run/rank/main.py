@@ -279,7 +279,7 @@ def _take(run: rundir.RunDir) -> int:
     """Make this process, a rank 0 without a supervisor, the owner of the run. Return its number."""
     if not run.path.is_dir():
         raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run.path} is no run: there is no such folder; unset it")
-    before, owner, token = ownership.number_of(run), ownership.read(run), None
+    before, owner, token = ownership.number_of(run), run.owner(), None
     if owner is not None and owner.process == ProcessIdentity.of(os.getpid()):  # `toolkit submit --executor debug`
         token = owner.token
     elif owner is not None and run.result() is None:

@@ -37,22 +37,16 @@ TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
 SUBMITTING_S = 120.0
 
 
-def read(run: RunDir, damage: list[str] | None = None) -> OwnerRecord | None:
-    """Return the run's owner; None for a run never submitted and for a damaged file."""
-    owner = run.owner(damage)
-    return owner if owner is not None and owner.is_whole else None
-
-
-def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
+def jobs_of(run: RunDir) -> list[str]:
     """Return the ids of the run's present job and its waiting follow-up jobs.
 
     All come from the run's files. The first may be known only from the submission, which has a file of its own: the job
     may start before that is written.
     """
-    owner, sent = read(run, damage), run.submission(damage)
+    owner, sent = run.owner(), run.submission()
     # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
     if owner is None:
-        known = [run.status(damage).job_id if sent is None else sent.job_id]
+        known = [run.status().job_id if sent is None else sent.job_id]
     elif owner.job_id is not None:
         known = [owner.job_id, *owner.follow_ups]
     elif sent is not None and sent.token == owner.token:
@@ -68,14 +62,14 @@ def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
     It has two: its supervisor, and the one that starts the supervisor. A rank without a supervisor writes when its run
     has ended, which is seen also where its process is not.
     """
-    owner, sent, status = read(run), run.submission(), run.status()
+    owner, sent, status = run.owner(), run.submission(), run.status()
     updated, says_so = status.updated or 0.0, status.state is not None and status.state.is_over
     if owner is not None and owner.executor == "debug" and says_so and owner.time <= updated:
         return Life.ENDED, owner.process
     processes = [owner.process] if owner is not None and owner.serves else []
     if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
         processes.append(sent.process)
-    if owner is None and sent is None and status.pid is not None:  # their files are damaged
+    if owner is None and sent is None and status.pid is not None:  # their files were removed
         processes.append(ProcessIdentity(status.host or "", status.pid, status.birth))
     seen = max(0.0 if owner is None else owner.time, updated)
     lives = [(process.life(seen), process) for process in processes]
@@ -112,7 +106,7 @@ def adopt_config(run: RunDir, token: str | None) -> None:
 
     The submission does this when it has a job id, or the job itself, which may start before.
     """
-    owner = read(run)
+    owner = run.owner()
     if owner is None or owner.token != token or not new_config(run, owner.token).exists():
         return
     with contextlib.suppress(FileExistsError):  # the other one was faster
@@ -209,7 +203,7 @@ class Claim:
         submit. Raises Overtaken.
         """
         while True:
-            owner, job_id = read(run), allocation.job_id
+            owner, job_id = run.owner(), allocation.job_id
             jobs = () if owner is None else owner.jobs
             # Another owner may have taken the run since this job was submitted.
             if owner is not None and not _may_serve(owner, allocation, token):

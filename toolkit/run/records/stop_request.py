@@ -21,7 +21,7 @@ from pathlib import Path
 from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError
 from toolkit.files import records
-from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.records import FileRecord, JsonRecord
 from toolkit.files.run_files import Moment, RunState
 from toolkit.files.rundir import RunDir
 
@@ -45,18 +45,19 @@ def ask(run: RunDir, intent: Intent) -> None:
     """Record the request; a stop does not replace a cancel. The supervisor looks for it."""
     if intent is Intent.STOP and asked(run) is Intent.CANCEL:
         return
-    fsio.write_json(run.path / "intent.json", Request(intent, time.time()).to_file())
+    fsio.write_json(run.path / "intent.json", Request(intent, time.time()).to_json())
 
 
-def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
+def asked(run: RunDir) -> Intent | None:
     """Return what was requested, if anything.
 
-    A damaged file tells that an end was requested, but not which: it is taken for a stop, which loses nothing.
+    A file that cannot be read tells that an end was requested, but not which: it is taken for a stop, which loses
+    nothing.
     """
     try:
         request = Request.read(run.path / "intent.json")
     except DamagedFileError as error:
-        records.note(f"{error}; taken for a stop, `toolkit resume {run.id}` goes on", damage)
+        records.warn_once(f"{error}; taken for a stop, `toolkit resume {run.id}` goes on")
         return Intent.STOP
     return None if request is None else request.intent
 
@@ -126,7 +127,7 @@ def put(run: RunDir, request: UserRequest) -> str:
     """Write a request, durably, and return its id. The supervisor looks for requests twice a second."""
     request_id = f"{time.time_ns():x}-{secrets.token_hex(4)}"
     fsio.make_dir(_folder(run), parents=0)
-    fsio.write_json(_path(run, request_id), request.to_file())
+    fsio.write_json(_path(run, request_id), request.to_json())
     return request_id
 
 
@@ -156,15 +157,12 @@ def unanswered(run: RunDir) -> list[str]:
 def answer(run: RunDir, request_id: str, what: Answer) -> None:
     """Answer a request, unless it was withdrawn. Raises OSError."""
     if _path(run, request_id).exists():
-        fsio.write_json(_answer_path(run, request_id), what.to_file())
+        fsio.write_json(_answer_path(run, request_id), what.to_json())
 
 
 def answer_to(run: RunDir, request_id: str) -> Answer | None:
-    """Return the answer, if there is one. A damaged one says so."""
-    try:
-        return Answer.read(_answer_path(run, request_id))
-    except DamagedFileError as error:
-        return Answer(refused=str(error))
+    """Return the answer, if there is one. Raises DamagedFileError."""
+    return Answer.read(_answer_path(run, request_id))
 
 
 def remove(run: RunDir, request_id: str) -> None:

@@ -96,7 +96,7 @@ def of_jobs(jobs: RunJobs, answers: Mapping[str, JobStatus | None], here: str | 
 
 def without_job(run: RunDir, executor: str) -> RunStanding:
     """Judge a run that has no job on Slurm: it is on a machine, or is being submitted."""
-    if ownership.is_being_submitted(run, ownership.read(run)):
+    if ownership.is_being_submitted(run, run.owner()):
         return RunStanding(Life.ALIVE)
     if executor == "slurm":
         return RunStanding(Life.ENDED)
@@ -152,7 +152,7 @@ class SubmittedRun:
         )
 
     def _unseen_jobs(self) -> str | None:
-        original, jobs = original_of(self.dir, ownership.read(self.dir)), self._jobs()
+        original, jobs = original_of(self.dir, self.dir.owner()), self._jobs()
         if original is not None:
             return (
                 f"run {self.id} in {self.dir.path} is a copy, and the job is that of {original}: "
@@ -184,7 +184,7 @@ class SubmittedRun:
 
     def heard_s(self) -> float:
         """Return how many seconds ago a run that goes on has written its status; infinity for another one."""
-        status = self.dir.status([])
+        status = self.dir.status()
         goes_on = status.state is not None and not status.state.is_over and status.updated is not None
         return time.time() - status.updated if goes_on and status.updated is not None else math.inf
 
@@ -194,7 +194,7 @@ class SubmittedRun:
         return self._jobs().ids[0]
 
     def _jobs(self) -> RunJobs:
-        jobs, owner = of(self.dir), ownership.read(self.dir)
+        jobs, owner = of(self.dir), self.dir.owner()
         if jobs.ids or not self.job_id or original_of(self.dir, owner) is not None:
             return jobs
         return replace(jobs, ids=(self.job_id,))
@@ -212,7 +212,7 @@ class SubmittedRun:
         from toolkit.slurm.commands import Slurm  # a listing of runs does without
 
         jobs = self._jobs() if self.executor == "slurm" else None
-        if jobs is None or not jobs.ids or ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+        if jobs is None or not jobs.ids or ownership.is_being_submitted(self.dir, self.dir.owner()):
             return without_job(self.dir, self.executor)
         answers: Mapping[str, JobStatus | None] = {}
         if not jobs.is_elsewhere():
@@ -226,21 +226,14 @@ def submitter_of(run: RunDir) -> tuple[str, str]:
 
     Raises RequestError for a run that was never submitted.
     """
-    owner, jobs = ownership.read(run), ownership.jobs_of(run)
+    owner, jobs = run.owner(), ownership.jobs_of(run)
     if ownership.is_being_submitted(run, owner):
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
     if jobs or owner is not None:  # after an interrupted submission the job id is unknown
         source = owner or run.submission()
         executor = "slurm" if source is None else source.executor
         return executor, jobs[0] if jobs else ""
-    # Neither owner nor job: the reason is a damaged file, or a run that was started without a supervisor.
-    damage: list[str] = []
-    for read in (run.owner, run.submission, run.status):
-        read(damage)
-    why = "it was started without a supervisor"
-    if damage:
-        why = f"which job it is cannot be said: {'; '.join(damage)}"
-    raise RequestError(f"run {run.id}: {why}; end its processes where they run")
+    raise RequestError(f"run {run.id}: it was started without a supervisor; end its processes where they run")
 
 
 #: Returns the status of each job, None where Slurm does not know it.
@@ -282,7 +275,7 @@ class RunJobs:
         scripts = _folder_of(command)
         if (self.sweep is not None and scripts == _arrays(self.run.path, self.sweep)) or scripts == self.run.submitit:
             return True
-        owner, point = ownership.read(self.run, []), self.run.point([])
+        owner, point = self.run.owner(), self.run.point()
         if original_of(self.run, owner) is not None:
             return False
         # The folder may have another name here, or had one when the job was submitted.
@@ -311,11 +304,11 @@ class RunJobs:
         return f"{longer} ".startswith(f"{shorter} ")
 
 
-def of(run: RunDir, damage: list[str] | None = None) -> RunJobs:
+def of(run: RunDir) -> RunJobs:
     """Return the jobs of a run; none for a copy of another run's folder."""
-    owner, sent = ownership.read(run, damage), run.submission(damage)
-    source = owner or sent or run.status(damage)
-    ids = () if original_of(run, owner) is not None else ownership.jobs_of(run, damage)
+    owner, sent = run.owner(), run.submission()
+    source = owner or sent or run.status()
+    ids = () if original_of(run, owner) is not None else ownership.jobs_of(run)
     return RunJobs(run, tuple(ids), source.cluster)
 
 
@@ -326,7 +319,7 @@ def original_of(run: RunDir, owner: OwnerRecord | None) -> Path | None:
     """
     if owner is None or not owner.path or _is_same(Path(owner.path), run.path):
         return None
-    there = ownership.read(RunDir(Path(owner.path)), [])
+    there = RunDir(Path(owner.path)).owner()
     return Path(owner.path) if there is not None and there.token == owner.token else None
 
 

@@ -204,7 +204,7 @@ def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> lis
     A predecessor in between may have been preempted before it could check the jobs before it. One that has handed the
     run on was judged by the next job, and after days Slurm tells less of it.
     """
-    served, owner = ownership.jobs_of(run)[:1], ownership.read(run)
+    served, owner = ownership.jobs_of(run)[:1], run.owner()
     earlier = () if owner is None else owner.jobs[:-1]
     others = [job for job in predecessors if job not in earlier]
     return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *others])]
@@ -268,7 +268,7 @@ def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands
     Also cancel the follow-up jobs behind this job, ``job_id``. Leave alone a run that a user has resumed meanwhile: it
     has another ``token``.
     """
-    owner = ownership.read(run)
+    owner = run.owner()
     if owner is None or owner.token != token:
         return
     dismiss([job for job in ownership.jobs_of(run)[1:] if job != job_id], slurm)

@@ -15,7 +15,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.nodes import BadNode, Nodes
 from toolkit.run.job.slurm_job import JobFate, fate_of_row
-from toolkit.run.records import ownership, stop_request
+from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.requeue import follow_up
 from toolkit.slurm.commands import Settings, SlurmCommands
@@ -250,7 +250,7 @@ def give_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
 
 def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
     """Have the run go on in a later start. With a follow-up job the exit code is enough; else requeue this one."""
-    owner = ownership.read(run)
+    owner = run.owner()
     if owner is not None and owner.follow_ups:
         return True
     if allocation.job_id is None:

@@ -87,7 +87,7 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
         fsio.restore_umask()
         os.environ.pop(fsio.UMASK_VARIABLE, None)  # another thread may submit, too
     # sbatch has answered so late that another submission took this one for dead, and has the run by now.
-    present = ownership.read(run) if executor == "slurm" else None
+    present = run.owner() if executor == "slurm" else None
     if present is not None and present.token != owner.token:
         _cancel([job_id])
         raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")

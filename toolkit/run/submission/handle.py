@@ -6,7 +6,6 @@ A notebook shows it as a few lines of HTML, from the run's files.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -21,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import logs, reading
 from toolkit.base.durations import as_clock
-from toolkit.base.errors import JobFailedError, RequestError, nearest
+from toolkit.base.errors import DamagedFileError, JobFailedError, RequestError, nearest
 from toolkit.base.procfs import Life
 from toolkit.checkpoint.folder import committed, step_of
-from toolkit.files import rundir
+from toolkit.files import records, rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines as metric_lines
@@ -91,9 +90,8 @@ class Run(SubmittedRun):
         return result.to_json()
 
     def _repr_html_(self) -> str:
-        """Return state, progress and figures, for a notebook. Damaged files are named; Slurm is not asked."""
-        damage: list[str] = []
-        status, result = self.dir.status(damage), self.dir.result(damage)
+        """Return state, progress and figures, for a notebook. Slurm is not asked."""
+        status, result = self.dir.status(), self.dir.result()
         at = status.progress
         # The result, if there is one, overrides the last status, which may be older.
         state = (status.state or RunState.QUEUED) if result is None else result.state
@@ -108,7 +106,6 @@ class Run(SubmittedRun):
             rows.append((name, "not a number" if value is None else f"{value:.4g}"))
         if result is not None and result.why:
             rows.append(("why", result.why))
-        rows += [("damaged", text) for text in damage]
         bar = ""
         if at.total_steps:
             bar = f'<progress max="{at.total_steps}" value="{min(step or 0, at.total_steps)}"></progress>'
@@ -237,13 +234,13 @@ class Run(SubmittedRun):
                 time.sleep(LOOK_AGAIN_S)
                 is_over = self._end_jobs(what, Slurm())
         else:
-            owner = ownership.read(self.dir)
+            owner = self.dir.owner()
             # Else it finds the request at its start.
             if owner is not None and owner.serves and owner.process.life() is Life.ALIVE:
                 os.kill(owner.pid, signal.SIGTERM)
             is_over = self.is_over()
         # Without a supervisor that could write the result, write it here.
-        if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+        if is_over and not ownership.is_being_submitted(self.dir, self.dir.owner()):
             self._write_ended(what)
 
     def _has_not_trained(self) -> bool:
@@ -340,7 +337,7 @@ def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
     """Return the handles of earlier runs, the newest last.
 
     ``name`` is the config's name or a pattern, ``state`` what the runs' own files say, such as ``completed``. Runs that
-    were never submitted are left out::
+    were never submitted are left out, and with a warning those that have a file that cannot be read::
 
         >>> [run.result()["metrics"]["eval/accuracy"] > 0.5 for run in toolkit.runs("digits*", state="completed")][:1]
         [True]
@@ -349,9 +346,13 @@ def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
         raise RequestError(f"state: no state {state!r}; {nearest(state, known)}states: {', '.join(known)}")
     found = list[Run]()
     for run in rundir.all_runs():
-        if fnmatchcase(run.name, name) and (state is None or _state_of(run) == state):
-            with contextlib.suppress(RequestError):
-                found.append(attach(run))
+        if fnmatchcase(run.name, name):
+            try:
+                found += [attach(run)] if state is None or _state_of(run) == state else []
+            except DamagedFileError as error:
+                records.warn_once(str(error))
+            except RequestError:  # it was never submitted
+                continue
     return found
 
 
@@ -365,7 +366,7 @@ def withdraw_retry(run: RunDir) -> bool:
 
     The run's result of before stays. Raises SlurmError.
     """
-    if run.point([]) is None:
+    if run.point() is None:
         return False
     from toolkit.plugins.sweep import again
 

@@ -101,7 +101,7 @@ def _project(run: RunDir) -> Path:
 
 def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
     """Raise RequestError for a run that has a job, or may have one."""
-    is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
+    is_known = run.owner() is not None or ownership.jobs_of(run) != []
     if not is_known and status.state in (None, RunState.FAILED):
         return
     handle = attach(run) if is_known else None

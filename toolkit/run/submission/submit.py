@@ -239,7 +239,7 @@ def _send_new(
     """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
     try:
         if waits_for is not None:
-            fsio.write_json(run.after_path, waits_for.to_file())
+            fsio.write_json(run.after_path, waits_for.to_json())
         owner = ownership.submit_as(run, executor, ownership.take(run, 0))
         return executors.send(run, config, executor, owner, began_s=began_s)
     except (SlurmError, OSError) as error:

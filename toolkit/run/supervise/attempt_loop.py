@@ -249,7 +249,7 @@ class AttemptLoop:
             if report.result is not None:
                 attempt.note_result(RunResult.from_json({**report.result, "state": RunState.COMPLETED}))
         except records.Misfit as misfit:
-            records.note(f"a report of rank 0 is ignored: {misfit}", None)
+            records.warn_once(f"a report of rank 0 is ignored: {misfit}")
 
     def _take_exit(self, ended: RanksExited) -> None:
         attempt = self._attempt

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, ToolkitError
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, DamagedFileError, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.devices import on_node
 from toolkit.files.run_files import RunState
@@ -91,7 +91,7 @@ def _step(run: RunDir) -> int:
     """Return the step reached, or 0 if it cannot be read. A disk's short failure must not end the guard."""
     try:
         return run.step()
-    except OSError:
+    except (OSError, DamagedFileError):
         return 0
 
 

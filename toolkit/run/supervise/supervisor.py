@@ -139,7 +139,7 @@ class Supervisor:
         """
         while not self._is_over.wait(REQUEST_EVERY_S):
             with contextlib.suppress(OSError):  # a file server may be away
-                if stop_request.asked(self._run, []) is not None:
+                if stop_request.asked(self._run) is not None:
                     self._events.put(Signalled(signal.SIGUSR1))
                     return
 
@@ -204,7 +204,7 @@ def has_ended(context: Context, earlier_death: str | None) -> bool:
 
     Slurm 24.11 does so after a preemption with grace time. It remembers that the job is to be requeued when it ends.
     Our own requeue does not clear that, so Slurm acts on it at the next end, days later. A user who wants the run to go
-    on calls `toolkit resume`, which removes the result first. An unreadable result may be that of a cancelled run.
+    on calls `toolkit resume`, which removes the result first.
     """
     run, result = context.run, context.run.result()
     restarted = context.allocation.restart_count > 0 or earlier_death is not None

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.base.errors import DamagedFileError, DataMissingError, RequestError
-from toolkit.files.json_record import FileRecord, JsonRecord
+from toolkit.files.records import FileRecord, JsonRecord
 from toolkit.plugins.formats.tokens.catalog import TOKEN_INDEX
 
 INDEX, DOCUMENTS, TOKENIZER = TOKEN_INDEX, "documents.npy", "tokenizer.json"

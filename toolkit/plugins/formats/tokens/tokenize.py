@@ -36,7 +36,7 @@ def run(args: Namespace) -> None:
     encoder = Encoder(None if args.tokenizer is None else fsio.expand(args.tokenizer).absolute(), args.end)
     index = tokenize(args.names, out, encoder, field=args.field, shard_tokens=args.shard_tokens)
     if args.json:
-        print(show.as_json(index.to_file()))
+        print(show.as_json(index.to_json()))
     else:
         print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
         terminal.say(f"train on it: `toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}`")

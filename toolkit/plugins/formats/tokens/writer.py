@@ -20,7 +20,7 @@ import numpy as np
 
 from toolkit.base import fsio, logs
 from toolkit.base.errors import RequestError
-from toolkit.files.json_record import FileRecord
+from toolkit.files.records import FileRecord
 from toolkit.plugins.formats.tokens.folder import (
     BYTES,
     DOCUMENTS,
@@ -131,7 +131,7 @@ def tokenize(
                 raise RequestError(f"{out} has files that this command has not written; choose another --out")
             # The first line is no shard: it says what is tokenized, and where the first shard begins.
             progress = [FinishedShard(request, 0, 0, 0, 0, 0)]
-            fsio.append_json_line(out / _PROGRESS, progress[0].to_file())
+            fsio.append_json_line(out / _PROGRESS, progress[0].to_json())
         # Each complete shard gets a line, so a kill loses the shard in progress only.
         while True:
             at = Position(progress[-1].file, progress[-1].offset)
@@ -139,7 +139,7 @@ def tokenize(
             shard = _write_shard(out, len(progress) - 1, encoder, documents, progress[-1], shard_tokens)
             if shard is None:
                 return _finish(out, encoder, progress[1:])
-            fsio.append_json_line(out / _PROGRESS, shard.to_file())
+            fsio.append_json_line(out / _PROGRESS, shard.to_json())
             log.info("%s: %d tokens of %d documents", shard_name(len(progress) - 1), shard.tokens, shard.documents)
             progress.append(shard)
 
@@ -231,7 +231,7 @@ def _finish(out: Path, encoder: Encoder, shards: Sequence[FinishedShard]) -> Tok
         f"{shards[-1].content:08x}",
     )
     # A folder that has an index counts as complete, so all other files come before.
-    fsio.write_json(out / INDEX, index.to_file())
+    fsio.write_json(out / INDEX, index.to_json())
     for path in (out / _PROGRESS, *ends):
         path.unlink(missing_ok=True)
     return index

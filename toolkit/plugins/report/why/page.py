@@ -54,7 +54,6 @@ def page(told: dict[str, Any], *, whole: bool) -> str:
     lines += [f"node {host} {what}" for host, what in told["doubtful_nodes"].items()]
     # No failure above explains why a run was moved.
     lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
-    lines += [f"damaged: {what}" for what in told["damage"]]
     if attempts:
         lines += ["", str(Table(_attempt_rows(attempts[-12:])))]
     if whole and told["start_up"]:

@@ -55,17 +55,16 @@ _FAILURES = {*_CERTAIN, *_LIKELY, Cause.CRASHED}
 def cause_of(what: RunDir | str) -> Diagnosis | None:
     """Return what ended a run, or the job whose log ends with this text.
 
-    None if that is not known, and for a run that has not failed. A damaged run folder is read as far as possible.
+    None if that is not known, and for a run that has not failed.
     """
     if isinstance(what, str):
         return cause_or_exception(what)
-    damage: list[str] = []
-    result = what.result(damage)
+    result = what.result()
     if result is not None and result.state is RunState.COMPLETED:
         return None
-    attempts = what.attempts(damage)
+    attempts = what.attempts()
     if attempts and attempts[-1].cause in _FAILURES:
-        found = _of_attempt(what, attempts[-1], damage)
+        found = _of_attempt(what, attempts[-1])
         if found is not None and found.rule == NAN:
             return replace(found, cause=f"{found.cause}{_last_losses(what)}")
         return found
@@ -74,7 +73,7 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     # No failed attempt is recorded: the supervisor may have ended before it could do so.
     newest = max(what.attempts_with_logs(), default=None)
     if newest is not None:
-        reports = sorted(read_error_files(what.attempt_logs(newest), damage), key=lambda report: report.time)
+        reports = sorted(read_error_files(what.attempt_logs(newest)), key=lambda report: report.time)
         if found := _most_telling(_by_ranks(what, newest, reports[:MOST_OTHERS])):
             return found
     # The last sources are the job's own logs, the newest first.
@@ -112,13 +111,13 @@ def recurs(run: RunDir, attempt: int, failure: RankFailure) -> str | None:
     return None if found is None else rule(found.rule).recurs
 
 
-def _of_attempt(run: RunDir, record: AttemptRecord, damage: list[str]) -> Diagnosis | None:
+def _of_attempt(run: RunDir, record: AttemptRecord) -> Diagnosis | None:
     first = record.first_failure
     rank, host = (first.rank, first.host or None) if first else (None, None)
     line = (first and first.how) or record.line or ""
     if record.cause in _CERTAIN:
         return diagnosis_by(rule(_CERTAIN[record.cause]), line, rank, host)
-    reports = read_error_files(run.attempt_logs(record.attempt), damage)
+    reports = read_error_files(run.attempt_logs(record.attempt))
     own = [report for report in reports if report.rank == rank]
     told = [*_by_ranks(run, record.attempt, own)]
     # A rank that was killed has left no report, only its log.
@@ -140,7 +139,7 @@ def _last_losses(run: RunDir) -> str:
     """Return the last finite mean losses of a run and its rate, as a sentence. Empty without any."""
     losses: deque[str] = deque(maxlen=LOSSES)
     rate = None
-    for line in lines.read(lines.path_of(run), []):
+    for line in lines.read(lines.path_of(run)):
         loss = line.values.get("train/loss", math.nan)
         if math.isfinite(loss):
             losses.append(f"{loss:.4g} (step {line.step})")
