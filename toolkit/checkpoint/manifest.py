@@ -32,10 +32,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import fsio, reading
 from toolkit.base.errors import CheckpointError
+from toolkit.files import records
+from toolkit.files.records import Leaf, one_of
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -46,7 +48,17 @@ _TAIL = b"\n}\n"
 _FILE_NAME = re.compile(r"rank-\d{5,}\.(bin|safetensors)|(?!\.{1,2}/)[^/\0]+(/(?!\.{1,2}(/|$))[^/\0]+)+")
 #: torch's names, with the bits of an element: bool, int4, bfloat16, float8_e4m3fn, bits2x4, ...
 _DTYPE = re.compile(r"bool|(?:bfloat|float|b?complex|q?u?int|bits)([1-8]|16|32|64|128)(?:_e\w+|x\d)?")
-_KINDS = ("replicated", "per_rank", "sharded")
+Kind: TypeAlias = Annotated[str, one_of("replicated", "per_rank", "sharded")]
+FileName: TypeAlias = Annotated[
+    str,
+    Leaf(
+        "of the form rank-00000.safetensors",
+        lambda name: isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None,
+    ),
+]
+#: Any text, and any JSON, as it is.
+Name: TypeAlias = Annotated[str, Leaf("a name", lambda name: isinstance(name, str))]
+AsItIs: TypeAlias = Annotated[Any, Leaf("JSON", lambda value: True)]
 _CHUNK_BYTES = 1 << 24
 
 
@@ -62,7 +74,7 @@ IN_MEMORY = Path("/proc/self/fd")
 class TensorPart:
     """A rectangle of a tensor, in C order in `file`. Its bytes are `[start, start + size_bytes)`."""
 
-    file: str
+    file: FileName
     start: int
     size_bytes: int
     offsets: tuple[int, ...]
@@ -74,7 +86,7 @@ class TensorPart:
 class TensorRecord:
     """One tensor: kind, dtype, global shape and the parts that cover it. `dtype` is torch's name without `torch.`."""
 
-    kind: str
+    kind: Kind
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
@@ -84,9 +96,9 @@ class TensorRecord:
 class ValueRecord:
     """A value that is not a tensor; `rank` is the rank that wrote it."""
 
-    kind: str
+    kind: Kind
     rank: int
-    value: Any
+    value: AsItIs
 
 
 @dataclass(frozen=True)
@@ -96,10 +108,10 @@ class Manifest:
     step: int
     world_size: int
     versions: Mapping[str, str]
-    meta: Mapping[str, Any]
-    files: Mapping[str, int]  # name to size in bytes
-    tensors: Mapping[str, TensorRecord]
-    values: Mapping[str, ValueRecord]
+    meta: Mapping[str, AsItIs]
+    files: Mapping[FileName, int]  # name to size in bytes
+    tensors: Mapping[Name, TensorRecord]
+    values: Mapping[Name, ValueRecord]
     headers: tuple[TensorPart, ...] = ()  # of the ranks' files: the bytes before the tensors
 
     def parts(self) -> Iterator[tuple[str, TensorPart]]:
@@ -177,23 +189,16 @@ _OF_ANOTHER_SHAPE = (ArithmeticError, AttributeError, LookupError, RecursionErro
 
 
 def _parse(fields: Any) -> Manifest:
-    """Build the dataclasses and check every number and name. Raises one of `_OF_ANOTHER_SHAPE` for what is wrong."""
+    """Return the manifest, with every number and name checked. Raises one of `_OF_ANOTHER_SHAPE` for what is wrong."""
     meta = fields["meta"]
     # Commands read the metrics and the identity of the run.
     for number in (meta.get("metrics") or {}).values():
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
             raise ValueError(f"the metric {number!r} is no number")
     dict((meta.get("identity") or {}).items())
-    manifest = Manifest(
-        step=_count(fields["step"]),
-        world_size=_count(fields["world_size"]),
-        versions={str(name): str(version) for name, version in fields["versions"].items()},
-        meta=dict(meta),
-        files={_file_name(name): _count(size) for name, size in fields["files"].items()},
-        tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
-        values={name: parse_value(record) for name, record in fields["values"].items()},
-        headers=parse_parts(fields["headers"]),
-    )
+    manifest = records.decode(Manifest, fields)
+    for record in manifest.tensors.values():
+        check_size(record)
     # Parts must lie end to end in their files and cover their tensors: so no byte is outside a digest.
     ends = dict.fromkeys(manifest.files, 0)
     parts = [part for _, part in manifest.parts()]
@@ -215,19 +220,12 @@ def _parse(fields: Any) -> Manifest:
     return manifest
 
 
-def parse_tensor(record: Any) -> TensorRecord:
-    """Return a checked `TensorRecord` from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
-    tensor = TensorRecord(
-        kind=_kind(record["kind"]),
-        dtype=str(record["dtype"]),
-        shape=_counts(record["shape"]),
-        parts=parse_parts(record["parts"]),
-    )
+def check_size(tensor: TensorRecord) -> None:
+    """Raise ValueError for a part that does not have the bytes of its shape, and for an unknown dtype."""
     width = _width_of(tensor.dtype)
     for part in tensor.parts:
         if part.size_bytes != math.prod(part.shape) * width:
             raise ValueError(f"{part.size_bytes} bytes are not the size of {part.shape} of {tensor.dtype}")
-    return tensor
 
 
 def _width_of(dtype: str) -> int:
@@ -236,42 +234,6 @@ def _width_of(dtype: str) -> int:
     if match is None:
         raise ValueError(f"{dtype!r} is no dtype of torch")
     return max(1, int(match[1] or 8) // 8)  # elements of fewer than 8 bits have a byte each
-
-
-def parse_value(record: Any) -> ValueRecord:
-    """Return a checked `ValueRecord` from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
-    return ValueRecord(kind=_kind(record["kind"]), rank=_count(record["rank"]), value=record["value"])
-
-
-def parse_parts(parts: Any) -> tuple[TensorPart, ...]:
-    """Return checked parts from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
-    return tuple(
-        TensorPart(
-            file=_file_name(fields["file"]),
-            start=_count(fields["start"]),
-            size_bytes=_count(fields["size_bytes"]),
-            offsets=_counts(fields["offsets"]),
-            shape=_counts(fields["shape"]),
-            crc32=_count(fields["crc32"]),
-        )
-        for fields in parts
-    )
-
-
-def _kind(kind: Any) -> str:
-    if kind not in _KINDS:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
-    return str(kind)
-
-
-def _count(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no count")
-    return number
-
-
-def _counts(numbers: Any) -> tuple[int, ...]:
-    return tuple(_count(number) for number in numbers)
 
 
 def file_name(rank: int) -> str:
@@ -286,7 +248,7 @@ def is_of_rank(part: TensorPart, rank: int) -> bool:
 
 def library_files(folder: Path) -> dict[str, TensorRecord]:
     """Return the records of the files that a library wrote into folders of `folder`. Flush them to disk."""
-    records: dict[str, TensorRecord] = {}
+    found: dict[str, TensorRecord] = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     # Folders only: the files beside them are the ranks'.
     for below in (path for path in sorted(folder.iterdir()) if path.is_dir()):
@@ -298,8 +260,8 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
                 name, size = str(path.relative_to(folder)), path.stat().st_size
                 with reading.open_file(path) as file:
                     part = TensorPart(_file_name(name), 0, size, (0,), (size,), _crc_of(file, size, buffer))
-                records[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
-    return records
+                found[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
+    return found
 
 
 def _file_name(name: Any) -> str:

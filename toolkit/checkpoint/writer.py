@@ -33,15 +33,15 @@ from toolkit.checkpoint.exchange import (
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import (
     Manifest,
+    Name,
     TensorPart,
     TensorRecord,
     ValueRecord,
     check_cover,
+    check_size,
     file_name,
-    parse_parts,
-    parse_tensor,
-    parse_value,
 )
+from toolkit.files.records import decode
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
 log = logs.get(__name__)
@@ -171,8 +171,8 @@ class _WrittenPart:
     """The files, tensors and values that one rank wrote."""
 
     files: Mapping[str, int]
-    tensors: Mapping[str, TensorRecord]
-    values: Mapping[str, ValueRecord]
+    tensors: Mapping[Name, TensorRecord]
+    values: Mapping[Name, ValueRecord]
     headers: tuple[TensorPart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -180,12 +180,10 @@ class _WrittenPart:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> _WrittenPart:
-        return _WrittenPart(
-            files=fields["files"],
-            tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
-            values={name: parse_value(record) for name, record in fields["values"].items()},
-            headers=parse_parts(fields["headers"]),
-        )
+        part = decode(_WrittenPart, fields)
+        for record in part.tensors.values():
+            check_size(record)
+        return part
 
 
 def _write_own(checkpoints: CheckpointFolder, folder: Path, rank: int, state: State) -> _WrittenPart:

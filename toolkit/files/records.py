@@ -40,7 +40,7 @@ Decode: TypeAlias = Callable[[Any], Any]
 log = logs.get(__name__)
 
 
-class Misfit(Exception):
+class Misfit(ValueError):
     """A value that does not fit its type."""
 
     def __init__(self, why: str, key: str = "") -> None:
@@ -150,7 +150,7 @@ def _decoder(hint: Any) -> Decode:
     if origin in (tuple, list):
         return _list_decoder(_decoder(args[0]), origin)
     if origin in (Mapping, dict):
-        return _mapping_decoder(_decoder(args[1]))
+        return _mapping_decoder(_decoder(args[0]), _decoder(args[1]))
     if issubclass(hint, StrEnum):
         return dataclasses.replace(one_of(*hint), load=hint).decode
     return _record_decoder(hint)
@@ -171,12 +171,12 @@ def _list_decoder(decode_item: Decode, kind: Decode) -> Decode:
     return decode_list
 
 
-def _mapping_decoder(decode_item: Decode) -> Decode:
+def _mapping_decoder(decode_name: Decode, decode_item: Decode) -> Decode:
     def decode_mapping(value: Any) -> dict[str, Any]:
         items = {}
         for name, item in _object(value).items():
             try:
-                items[_clean(name)] = decode_item(item)
+                items[decode_name(name)] = decode_item(item)
             except Misfit as misfit:
                 raise misfit.within(_clean(name)) from None
         return items

@@ -295,7 +295,7 @@ def test_a_job_that_may_run_on_one_of_its_partitions_is_not_refused(programs: Pr
     site_limits.check_site(load_config(None, ["cluster.partition='normal,debug'", "cluster.time_min=2000"]))
 
 
-def test_a_profile_that_cannot_be_read_or_is_of_another_cluster_is_named_and_not_used(
+def test_a_profile_that_cannot_be_read_or_is_of_another_cluster_is_named(
     programs: Programs, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = profiled(cluster="summit")

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from toolkit.base import logs
 from toolkit.files import records
-from toolkit.files.records import Misfit
 from toolkit.nodes.agent.die_with_parent import die_with, ignore_signals
 
 T = TypeVar("T")
@@ -46,7 +45,7 @@ def parsed(text: bytes, kind: type[T]) -> T | None:
     """Return what a helper has printed, parsed. None, with a warning, if it is cut off or is not of this ``kind``."""
     try:
         return records.decode(kind, json.loads(text))
-    except (ValueError, RecursionError, Misfit) as error:
+    except (ValueError, RecursionError) as error:
         log.warning("the answer of a helper that is none was ignored (%s): %.80r", error, text)
         return None
 

@@ -70,7 +70,7 @@ def parse(data: bytes) -> RankReport | None:
     """Return the report in ``data``; None for data that no rank can have written."""
     try:
         return records.decode(RankReport, json.loads(data))
-    except (ValueError, RecursionError, records.Misfit):
+    except (ValueError, RecursionError):
         return None
 
 

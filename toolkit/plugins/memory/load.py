@@ -38,12 +38,13 @@ from toolkit.checkpoint.manifest import (
     IN_MEMORY,
     CorruptCheckpointError,
     Manifest,
+    Name,
     TensorRecord,
     ValueRecord,
-    parse_tensor,
-    parse_value,
+    check_size,
 )
 from toolkit.checkpoint.reader import Loaded, fill_state
+from toolkit.files.records import decode
 from toolkit.nodes.agent.link import notice_death
 from toolkit.plugins.memory.files import START, MemoryFile, MemorySlot, RankFiles, Role, SavedStep
 from toolkit.ranks.state import State
@@ -179,8 +180,10 @@ class MemoryLoad:
                 described = file.read()
                 assert described is not None
                 meta: Mapping[str, Any] = described["about"]["meta"]
-                found |= {name: file.placed(parse_tensor(fields)) for name, fields in described["tensors"].items()}
-                values |= {name: parse_value(fields) for name, fields in described["about"]["values"].items()}
+                for name, record in decode(dict[Name, TensorRecord], described["tensors"]).items():
+                    check_size(record)
+                    found[name] = file.placed(record)
+                values |= decode(dict[Name, ValueRecord], described["about"]["values"])
             # Both parts are described like one checkpoint, so that the reader of checkpoints fills the state.
             manifest = Manifest(moment[1], slot.world_size, {}, meta, {}, found, values)
             loaded = fill_state(places, manifest, IN_MEMORY, slot.rank, slot.world_size)
