@@ -10,6 +10,8 @@ EXAMPLES = (
     ("toolkit data fetch cifar10 --root /shared/data", "to another folder"),
     ("toolkit data tokenize books/ --tokenizer tokenizer.json --out tokens", "texts as tokens; goes on after a kill"),
 )
+#: Named and not imported: it needs torch, and an unknown name is refused without.
+_FETCH_WEIGHTS = "toolkit.plugins.formats.images.downloads:fetch_weights"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -43,7 +45,4 @@ def run(args: Namespace) -> None:
         else:
             print(registry.part_of("datasets", name, fetch)(name, args.root))
     else:
-        # It needs torch, and an unknown name is refused without.
-        from toolkit.plugins.formats.images.downloads import fetch_weights
-
-        print(fetch_weights(name, args.root))
+        print(registry.part_of("datasets", name, _FETCH_WEIGHTS)(name, args.root))
