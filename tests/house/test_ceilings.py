@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 72_706,
-    "files of toolkit/": 401,
-    "classes of toolkit/": 658,
-    "functions of toolkit/": 5017,
-    "lines of the core": 47_507,  # 3 more: a log on a disk that is away does not end --follow
-    "files of the core": 267,
-    "lines of plugins": 25_199,
-    "files of plugins": 134,
+    "lines of toolkit/": 71_776,
+    "files of toolkit/": 395,
+    "classes of toolkit/": 657,
+    "functions of toolkit/": 4966,
+    "lines of the core": 47_261,  # 3 more: a log on a disk that is away does not end --follow
+    "files of the core": 266,
+    "lines of plugins": 24_515,
+    "files of plugins": 129,
     "hooks": 0,
-    "lines of tests/": 84_668,  # 17 more: two tests of what guards had caught, a pattern
+    "lines of tests/": 84_366,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 142,
-    "words of docs": 74_785,
+    "words of docs": 74_890,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.base import hostlist
 from toolkit.base.durations import in_one_unit
-from toolkit.cli.run_rows import RunRow
 from toolkit.files.run_files import RunState, RunStatus, waits_until
 from toolkit.slurm import states
+
+if TYPE_CHECKING:  # which itself needs this module
+    from toolkit.cli.run_rows import RunRow
 
 #: States and reasons of jobs that Slurm does not start by itself.
 _HOLDING_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
