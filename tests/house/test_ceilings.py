@@ -17,16 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_776,
+    "lines of toolkit/": 71_778,
     "files of toolkit/": 395,
     "classes of toolkit/": 657,
     "functions of toolkit/": 4966,
-    "lines of the core": 47_261,  # 3 more: a log on a disk that is away does not end --follow
+    "lines of the core": 47_263,  # 3 more: a log on a disk that is away does not end --follow
     "files of the core": 266,
     "lines of plugins": 24_515,
     "files of plugins": 129,
     "hooks": 0,
-    "lines of tests/": 84_366,  # 17 more: two tests of what guards had caught, a pattern
+    "lines of tests/": 84_383,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 142,
     "words of docs": 74_890,
 }

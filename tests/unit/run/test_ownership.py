@@ -404,6 +404,23 @@ def test_of_four_resumes_at_once_one_submits_a_job(run: RunDir, slurm: FakeSlurm
     )
 
 
+def test_a_resume_beside_one_that_has_yet_to_clear_the_result_is_refused(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach(run).cancel()
+    clear = RunDir.clear_result
+
+    def clear_later(self: RunDir) -> None:
+        monkeypatch.setattr(RunDir, "clear_result", clear)
+        with pytest.raises(RequestError, match="is being submitted at this moment"):
+            resume(run, executor="slurm")
+        clear(self)
+
+    monkeypatch.setattr(RunDir, "clear_result", clear_later)
+    assert resume(run, executor="slurm").job_id == "3"
+    assert sorted(slurm.submitted) == ["1", "2", "3", "4"]
+
+
 def test_of_two_attempts_at_once_one_holds_the_run(run: RunDir) -> None:
     claims = [Claim.of_job(run, allocation("1"), token_of(run)) for _ in range(2)]
     for claim in claims:  # of the same number, as two supervisors that have not seen each other

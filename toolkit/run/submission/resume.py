@@ -44,8 +44,10 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     refuse_unfit(run.path)
     if configs.load_config(run.config, site=False).job == configs.CALLED_JOB:
         raise RequestError(f"run {run.id}: toolkit cannot start again what has started it; {advice.of_program(run)}")
-    before, result, status = ownership.number_of(run), run.result(), run.status()
-    if result is None:
+    # Another resume becomes the owner, then clears the result, then has a job: in this order none is overlooked.
+    before, is_sent = ownership.number_of(run), ownership.is_being_submitted(run, run.owner())
+    result, status = run.result(), run.status()
+    if result is None or is_sent:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
     sources = run.code.resolve() if run.code.is_dir() else snapshot.home_of(run.path)
