@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from tests.plugins.spares.test_dead_nodes import Network
+from tests.plugins.node_watch.test_dead_nodes import Network
 
 pytestmark = pytest.mark.soak
 NODES, HOURS = 4, 84.0  #: three of them are watched, four times

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.logs.test_logs import new_run, run  # noqa: F401
+from tests.unit.cli.test_logs_command import new_run, run  # noqa: F401
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.files.rundir import RunDir

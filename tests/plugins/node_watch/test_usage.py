@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.monitor.conftest import FakeDriver
+from tests.plugins.node_watch.conftest import FakeDriver
 from toolkit.plugins.node_watch import program
 from toolkit.plugins.node_watch.node_monitor import MONITOR_COMMAND
 from toolkit.plugins.node_watch.nvml import Nvml

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.listing import make_runs
-from tests.plugins.logs.test_logs import new_run
+from tests.unit.cli.test_logs_command import new_run
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.plugins.monitor.conftest import FakeDriver
+from tests.plugins.node_watch.conftest import FakeDriver
 from toolkit.devices.on_node import Condition, Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.node_watch import program
 from toolkit.plugins.node_watch.nvml import Nvml
