@@ -54,27 +54,27 @@ class StrategyKind(NamedTuple):
     interface: int = INTERFACE
 
 
-_PLAIN, _SPMD, _P = "toolkit.config.validation:StrategyChecks", "toolkit.strategies:build_spmd", "toolkit.plugins"
-_METHODS, _CUT = f"{_P}.methods", f"{_P}.model_parallel"
-# fmt: off
+_P, _METHODS, _CUT = "toolkit.plugins", "toolkit.plugins.methods", "toolkit.plugins.model_parallel"
+#: All ranks make the same steps.
+_STEPS = StrategyKind("toolkit.strategies:build_spmd", same_state=True, whole_update=True)
+_SHARDS = _STEPS._replace(sync_batch_norm=True, sharded=True, mesh=("shards", "replicas"))
+_SERVERS = StrategyKind(f"{_METHODS}.parameter_server.servers:build", f"{_METHODS}.checks:ParameterServerChecks")
+_TENSOR = _STEPS._replace(build=f"{_CUT}.tensor_layout:build", checks=f"{_CUT}.checks:TensorChecks", sharded=True)
 STRATEGIES = {
-    # build, checks, same_state, whole_update, sync_batch_norm, sharded, own_time, mesh
-    "ddp": StrategyKind(_SPMD, _PLAIN, True, True, True, False, True),
-    "fsdp": StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, ("shards", "replicas")),
-    "zero": StrategyKind(_SPMD, _PLAIN, True, True, True, True, False, ("shards", "replicas")),
-    "dp": StrategyKind(_SPMD, _PLAIN, True, True),
-    "custom": StrategyKind(_SPMD, "toolkit.config.validation:CustomChecks"),
-    "auto": StrategyKind(f"{_METHODS}.auto:build", f"{_METHODS}.checks:AutoChecks", True, True, True),
-    "local_sgd": StrategyKind(f"{_METHODS}.local_sgd:build", f"{_METHODS}.checks:LocalSgdChecks", True),
-    "parameter_server": StrategyKind(
-        f"{_METHODS}.parameter_server.servers:build", f"{_METHODS}.checks:ParameterServerChecks", True),
-    "pipeline": StrategyKind(
-        f"{_CUT}.pipeline:build", f"{_CUT}.checks:PipelineChecks", True, True, mesh=("stages", "replicas")),
-    "tensor": StrategyKind(
-        f"{_CUT}.tensor_layout:build", f"{_CUT}.checks:TensorChecks", True, True, False, True,
-        mesh=("tensor", "replicas", "shards")),
+    "ddp": _STEPS._replace(sync_batch_norm=True, own_time=True),
+    **dict.fromkeys(("fsdp", "zero"), _SHARDS),
+    "dp": _STEPS,
+    "custom": StrategyKind("toolkit.strategies:build_spmd", "toolkit.config.validation:CustomChecks"),
+    "auto": _STEPS._replace(
+        build=f"{_METHODS}.auto:build", checks=f"{_METHODS}.checks:AutoChecks", sync_batch_norm=True
+    ),
+    "local_sgd": StrategyKind(f"{_METHODS}.local_sgd:build", f"{_METHODS}.checks:LocalSgdChecks", same_state=True),
+    "parameter_server": _SERVERS._replace(same_state=True),
+    "pipeline": _STEPS._replace(
+        build=f"{_CUT}.pipeline:build", checks=f"{_CUT}.checks:PipelineChecks", mesh=("stages", "replicas")
+    ),
+    "tensor": _TENSOR._replace(mesh=("tensor", "replicas", "shards")),
 }
-# fmt: on
 _COMMANDS = """cancel checkpoint compare completion data doctor env evaluate exec export follow gc generate init logs
     new profile report resume resume-check rm run shell stacks status stop submit supervise sweep sync tensorboard
     watch why"""
