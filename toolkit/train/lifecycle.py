@@ -88,7 +88,7 @@ class Lifecycle:
 
     def begin(self) -> None:
         """Begin to measure where the time goes. The time before is start-up."""
-        self._history = parts.history_of_attempts(self._session, self.step, self.sheet)
+        self._history = parts.attempt_history(self._session, self.step, self.sheet)
         self.sheet.begin()
         self._session.start_up.end("resume")
         self._session.progress(spent=self.sheet.spent, start_up=self._session.start_up.parts)

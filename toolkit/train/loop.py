@@ -84,9 +84,9 @@ class Trainer:
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
-        self._pace = parts.comparing_ranks(session)
-        self._balance = parts.sharing_by_speed(loader, strategy, session.world_size, config.accumulate)
-        self._bad_samples = parts.listing_bad_samples(loader, session)
+        self._pace = parts.rank_pace(session)
+        self._balance = parts.share_balance(loader, strategy, session.world_size, config.accumulate)
+        self._bad_samples = parts.bad_sample_list(loader, session)
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
 

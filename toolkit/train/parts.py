@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------------------------- what a key asks for
 
 
-def sharing_by_speed(loader: Batches, strategy: Strategy, ranks: int, accumulate: int) -> Balance | None:
+def share_balance(loader: Batches, strategy: Strategy, ranks: int, accumulate: int) -> Balance | None:
     """Return what ``data.share: auto`` asks for."""
     if not loader.balances or ranks == 1:
         return None
@@ -39,7 +39,7 @@ def sharing_by_speed(loader: Batches, strategy: Strategy, ranks: int, accumulate
     return build_balance(loader, strategy.share, ranks, accumulate)
 
 
-def listing_bad_samples(loader: Batches, session: Session) -> BadSamples | None:
+def bad_sample_list(loader: Batches, session: Session) -> BadSamples | None:
     """Return what ``data.bad_samples: skip`` asks for."""
     if loader.max_bad_samples is None:
         return None
@@ -88,7 +88,7 @@ def requests(session: Session) -> OnRequest:
 
 
 @best_effort_part
-def comparing_ranks(session: Session) -> RankPace:
+def rank_pace(session: Session) -> RankPace:
     """Return what compares the ranks' own times of a step."""
     from toolkit.plugins.report.stragglers import RankPace
 
@@ -96,7 +96,7 @@ def comparing_ranks(session: Session) -> RankPace:
 
 
 @best_effort_part
-def history_of_attempts(session: Session, first_step: int, sheet: Timesheet) -> History:
+def attempt_history(session: Session, first_step: int, sheet: Timesheet) -> History:
     """Return the figures of the run's attempts. Made at the first step."""
     from toolkit.plugins.report.stragglers import History
 

@@ -718,10 +718,10 @@ def test_no_rank_gets_the_token_of_its_submission(run: RunDir, monkeypatch: pyte
 
 #: The parts that only watch or advise, and what makes each.
 MAY_FAIL = {
-    "investigating hangs": "plugins.node_watch.investigation.Investigation",
-    "measuring usage": "plugins.node_watch.job_usage.JobUsageRecorder",
-    "copying to nodes": "plugins.staging.supervisor_side.NodeStaging",
-    "finding dead nodes": "plugins.node_watch.batch_host_watch.DeadNodes",
+    "hang investigation": "plugins.node_watch.investigation.Investigation",
+    "usage recorder": "plugins.node_watch.job_usage.JobUsageRecorder",
+    "node staging": "plugins.staging.supervisor_side.NodeStaging",
+    "dead node finder": "plugins.node_watch.batch_host_watch.DeadNodes",
     "check nodes": "plugins.site.checks.preflight.mark_bad_nodes",
     "notify": "run.supervise.notify.notify",
     "doubtful nodes": "plugins.site.node_history.doubtful_for",

@@ -98,9 +98,9 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._monitor = parts.watching_the_node(self._helpers, self._send)
+        self._monitor = parts.node_monitor(self._helpers, self._send)
         self._processes = Processes(self._selector, self._send, imports)
-        self._copies = parts.copying_here(self._helpers, self._processes, self._send)
+        self._copies = parts.copy_keeper(self._helpers, self._processes, self._send)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @best_effort_part
-def watching_the_node(helpers: Helpers, send: Callable[[Message], None]) -> MonitorProcess:
+def node_monitor(helpers: Helpers, send: Callable[[Message], None]) -> MonitorProcess:
     """Return what measures the node while ranks work, and sends what makes it sick."""
     from toolkit.plugins.node_watch.node_monitor import MonitorProcess
 
@@ -24,7 +24,7 @@ def watching_the_node(helpers: Helpers, send: Callable[[Message], None]) -> Moni
 
 
 @best_effort_part
-def copying_here(helpers: Helpers, processes: Processes, send: Callable[[Message], None]) -> CopyKeeper:
+def copy_keeper(helpers: Helpers, processes: Processes, send: Callable[[Message], None]) -> CopyKeeper:
     """Return what makes copies of shared files on this node."""
     from toolkit.plugins.staging.node_side import CopyKeeper
 

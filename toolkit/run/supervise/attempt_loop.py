@@ -373,7 +373,7 @@ class HangWatch:
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
         self._context, self._attempt = context, attempt
-        self._investigation = parts.investigating_hangs(context, attempt, ranks)
+        self._investigation = parts.hang_investigation(context, attempt, ranks)
         self._reports: Watchdog | None = None
         if not context.is_foreign:
             self._reports = Watchdog(context.config.dist.timeout_s)

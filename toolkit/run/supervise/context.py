@@ -52,7 +52,7 @@ class Context:
         self.nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer, doubtful=parts.doubtful_nodes(run))
         self.journal = Journal(run, allocation, self.nodes)
         self.events: Events = SimpleQueue()
-        self.usage = parts.measuring_usage(run, config, allocation)
+        self.usage = parts.usage_recorder(run, config, allocation)
         self.requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self.nodes)
 
     @property

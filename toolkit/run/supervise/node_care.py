@@ -31,7 +31,7 @@ class NodeCare:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.dead = parts.finding_dead_nodes(context)
+        self.dead = parts.dead_node_finder(context)
         self._drained: NodePoller | None = None
         slurm = context.job.slurm
         if slurm is not None and len(context.allocation.hosts) > 1:  # a job on one node cannot leave it

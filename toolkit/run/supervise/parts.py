@@ -55,9 +55,9 @@ def launcher(
 ) -> Launcher:
     """Return what starts the ranks of a Slurm job: srun over MPI or in a container that is a step, else the agents."""
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        from toolkit.plugins.mpi.srun_launcher import launcher
+        from toolkit.plugins.mpi import srun_launcher
 
-        return launcher(config, run, slurm, agents, container)
+        return srun_launcher.launcher(config, run, slurm, agents, container)
     return AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
 
 
@@ -65,16 +65,16 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
     """Wait as ``--after`` asks. Return how the job ends without an attempt, or None."""
     if context.run.after() is None:
         return None
-    from toolkit.plugins.sweep.waiting import wait_for_other_runs
+    from toolkit.plugins.sweep import waiting
 
-    return wait_for_other_runs(context)
+    return waiting.wait_for_other_runs(context)
 
 
 # ---------------------------------------------------------------------------------------- what watches and advises
 
 
 @best_effort_part
-def sending_to_trackers(run: RunDir, config: JobConfig) -> Senders | None:
+def tracker_senders(run: RunDir, config: JobConfig) -> Senders | None:
     """Return what sends the curves beside the run, if ``trackers`` is set."""
     if not config.trackers:
         return None
@@ -84,7 +84,7 @@ def sending_to_trackers(run: RunDir, config: JobConfig) -> Senders | None:
 
 
 @best_effort_part
-def copying_to_nodes(
+def node_staging(
     run: RunDir, config: JobConfig, allocation: Allocation, launcher: Launcher, note: Callable[[str], None]
 ) -> NodeStaging:
     """Return what has environment and data copied to the nodes. A start can do without."""
@@ -94,7 +94,7 @@ def copying_to_nodes(
 
 
 @best_effort_part
-def measuring_usage(run: RunDir, config: JobConfig, allocation: Allocation) -> JobUsageRecorder:
+def usage_recorder(run: RunDir, config: JobConfig, allocation: Allocation) -> JobUsageRecorder:
     """Return what keeps in the run what its job uses."""
     from toolkit.plugins.node_watch.job_usage import JobUsageRecorder
 
@@ -102,7 +102,7 @@ def measuring_usage(run: RunDir, config: JobConfig, allocation: Allocation) -> J
 
 
 @best_effort_part
-def finding_dead_nodes(context: Context) -> DeadNodes:
+def dead_node_finder(context: Context) -> DeadNodes:
     """Return what puts a `NodeFailed` for each dead node into the queue."""
     from toolkit.plugins.node_watch.batch_host_watch import DeadNodes
 
@@ -110,7 +110,7 @@ def finding_dead_nodes(context: Context) -> DeadNodes:
 
 
 @best_effort_part
-def investigating_hangs(context: Context, attempt: Attempt, ranks: RunningRanks) -> Investigation:
+def hang_investigation(context: Context, attempt: Attempt, ranks: RunningRanks) -> Investigation:
     """Return what finds out which rank causes a hang, and detects hangs of scripts that report nothing."""
     from toolkit.plugins.node_watch.investigation import Investigation
 
@@ -128,9 +128,9 @@ def check_nodes(context: Context) -> None:
 @best_effort
 def recurs(run: RunDir, attempt: int, failure: RankFailure) -> str | None:
     """Return ``always`` if no restart helps, ``on_node`` if none helps unless the node alone is at fault, or None."""
-    from toolkit.plugins.report.why.runs import recurs
+    from toolkit.plugins.report.why import runs
 
-    return recurs(run, attempt, failure)
+    return runs.recurs(run, attempt, failure)
 
 
 @best_effort
@@ -160,9 +160,9 @@ def efficiency(run: RunDir, attempts: Sequence[AttemptRecord], has_completed: bo
 @best_effort
 def notify(run: RunDir) -> None:
     """Call the user's command for a run that has a result."""
-    from toolkit.run.supervise.notify import notify
+    from toolkit.run.supervise import notify as command
 
-    notify(run)
+    command.notify(run)
 
 
 @best_effort

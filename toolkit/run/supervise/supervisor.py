@@ -81,7 +81,7 @@ class Supervisor:
         if has_ended(self._context, earlier_death):
             return EXIT_DONE
         take_run(self._context)
-        senders = parts.sending_to_trackers(self._run, self._config)
+        senders = parts.tracker_senders(self._run, self._config)
         try:
             verdict = self._start(earlier_death)
         finally:
@@ -120,7 +120,7 @@ class Supervisor:
         threading.Thread(target=self._watch_for_request, daemon=True).start()
         # The agents import torch while this process does the rest.
         plan = self._nodes.plan()
-        copying = parts.copying_to_nodes(
+        copying = parts.node_staging(
             self._run, self._config, self._allocation, self._launcher, self._journal.note_staging
         )
         copying.decide()
