@@ -84,10 +84,14 @@ def _map(read: Callable[[RunDir], T], runs: Sequence[RunDir]) -> list[T]:
     if len(runs) < _MANY:
         return list(map(read, runs))
     from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), get_context("fork")) as pool:
-        return list(pool.map(read, runs, chunksize=200))
+    try:
+        with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), get_context("fork")) as pool:
+            return list(pool.map(read, runs, chunksize=200))
+    except BrokenProcessPool:  # a login node may allow a user few processes and little memory
+        return list(map(read, runs))
 
 
 def _row_of(run: RunDir, *, is_whole: bool) -> RunRow:

@@ -44,6 +44,7 @@ class Watch:
         self._queue = queue
         self._now = now
         self._runs: list[RunDir] = []
+        self._over: dict[RunDir, RunRow] = {}  #: the rows of ended runs, until the next listing
         self._sweep_rows: list[RunRow] = []
         self._listed_at: float | None = None
         self._ask_every_s = WATCH_S
@@ -53,8 +54,10 @@ class Watch:
 
     def rows(self) -> list[RunRow]:
         """Return the rows as they are now, the newest last. Rows of sweeps are up to 10 s old."""
-        rows = self._rows_of(self._listed())
-        rows = selection.by_state([*rows, *self._sweep_rows], self._args.state)
+        live = [run for run in self._listed() if run not in self._over]
+        rows, before = self._rows_of(live), [*self._over.values()]
+        self._over |= {run: row for run, row in zip(live, rows, strict=True) if row.state in run_rows.OVER}
+        rows = selection.by_state([*before, *rows, *self._sweep_rows], self._args.state)
         return sorted(rows, key=lambda row: row.run if row.points is None else rundir.id_time(row.submitted or 0.0))
 
     def _rows_of(self, runs: Sequence[RunDir]) -> list[RunRow]:
@@ -63,7 +66,7 @@ class Watch:
     def _listed(self) -> list[RunDir]:
         """Return the runs that the arguments select. Without any: those that go on or have ended lately."""
         if self._listed_at is None or self._now() - self._listed_at >= LIST_EVERY_S:
-            self._listed_at = self._now()
+            self._listed_at, self._over = self._now(), {}
             named, _ = selection.named(self._args.run)
             self._runs = selection.by_place(named or rundir.all_runs(), self._args)
             if not self._args.run and not selection.is_asked(self._args):

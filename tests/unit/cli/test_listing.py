@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,10 @@ def test_rows_that_processes_read_are_those_of_one(
     monkeypatch.setattr(run_rows, "_MANY", 10)
     assert listed(capsys, "--all") == rows
     assert len(rows) == 61
+    # A process that the system kills costs time, and no rows.
+    here, read = os.getpid(), run_rows._row
+    monkeypatch.setattr(run_rows, "_row", lambda *args: read(*args) if os.getpid() == here else os._exit(1))
+    assert listed(capsys, "--all") == rows
 
 
 def test_filters_by_state_name_and_age(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

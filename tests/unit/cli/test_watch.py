@@ -109,6 +109,25 @@ def test_a_run_that_ends_stays_in_the_table_for_an_hour(hour: Hour) -> None:
     assert watcher.rows() == []
 
 
+def test_an_ended_run_is_read_again_only_with_the_next_list(hour: Hour) -> None:
+    ended, going = hour.run("running", "1"), hour.run("running", "2")
+    ended.write_result(RunResult(RunState.COMPLETED))
+    ended.write_status(RunStatus(RunState.COMPLETED, job_id="1", ended=hour.slurm.now, updated=hour.slurm.now))
+    watcher = hour.watcher()
+
+    def states() -> list[str]:
+        found = {row.run: str(row.state) for row in watcher.rows()}
+        return [found[ended.id], found[going.id]]
+
+    assert states() == ["completed", "running"]
+    ended.clear_result()
+    for run in (ended, going):
+        run.write_status(run.status().replace(state=RunState.STOPPING, ended=None, updated=time.time() + 1e6))
+    assert states() == ["completed", "stopping"]
+    hour.slurm.advance(watching.LIST_EVERY_S)
+    assert states() == ["stopping", "stopping"]
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60)])
 def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: int) -> None:
     make_runs(tmp_path, 100)
