@@ -404,19 +404,21 @@ def test_of_four_resumes_at_once_one_submits_a_job(run: RunDir, slurm: FakeSlurm
     )
 
 
-def test_a_resume_beside_one_that_has_yet_to_clear_the_result_is_refused(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["clear_result", "write_owner", "write_status"])
+def test_a_resume_in_the_midst_of_another_is_refused(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     attach(run).cancel()
-    clear = RunDir.clear_result
+    write = getattr(RunDir, method)
 
-    def clear_later(self: RunDir) -> None:
-        monkeypatch.setattr(RunDir, "clear_result", clear)
-        with pytest.raises(RequestError, match="is being submitted at this moment"):
-            resume(run, executor="slurm")
-        clear(self)
+    def write_beside(self: RunDir, *args: Any) -> None:
+        monkeypatch.setattr(RunDir, method, write)
+        for before in (lambda: None, lambda: write(self, *args)):
+            before()
+            with pytest.raises(RequestError, match=r"is being (submitted|resumed by somebody else) at this moment"):
+                resume(run, executor="slurm")
 
-    monkeypatch.setattr(RunDir, "clear_result", clear_later)
+    monkeypatch.setattr(RunDir, method, write_beside)
     assert resume(run, executor="slurm").job_id == "3"
     assert sorted(slurm.submitted) == ["1", "2", "3", "4"]
 

@@ -44,10 +44,8 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     refuse_unfit(run.path)
     if configs.load_config(run.config, site=False).job == configs.CALLED_JOB:
         raise RequestError(f"run {run.id}: toolkit cannot start again what has started it; {advice.of_program(run)}")
-    # Another resume becomes the owner, then clears the result, then has a job: in this order none is overlooked.
-    before, is_sent = ownership.number_of(run), ownership.is_being_submitted(run, run.owner())
-    result, status = run.result(), run.status()
-    if result is None or is_sent:
+    before, result, status = ownership.number_of(run), run.result(), run.status()
+    if result is None:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
     sources = run.code.resolve() if run.code.is_dir() else snapshot.home_of(run.path)
@@ -69,12 +67,13 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
         # So a job submitted despite the error has a stale token.
         copied = snapshot.new_copy(run, project) if code and project else nullcontext()
         with fsio.unchanged_on_error(*kept, unless=lambda: run.last_number() > number), copied:
+            stop_request.clear(run)
+            nodes.forget(run)
+            # Before this submission is the owner: another one that knows of it must find no result of before.
+            run.clear_result()
             taken = ownership.submit_as(run, chosen, number)
             if overrides or code:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
-            stop_request.clear(run)
-            nodes.forget(run)
-            run.clear_result()
             with snapshot.at_home(run.path):
                 sent = executors.send(run, config, chosen, taken)
     except BaseException:
