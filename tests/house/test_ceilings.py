@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_778,
-    "files of toolkit/": 395,
-    "classes of toolkit/": 657,
-    "functions of toolkit/": 4966,
-    "lines of the core": 47_263,  # 3 more: a log on a disk that is away does not end --follow
+    "lines of toolkit/": 72_501,
+    "files of toolkit/": 400,
+    "classes of toolkit/": 659,
+    "functions of toolkit/": 5006,
+    "lines of the core": 47_285,  # 3 more: a log on a disk that is away does not end --follow
     "files of the core": 266,
-    "lines of plugins": 24_515,
-    "files of plugins": 129,
+    "lines of plugins": 25_216,
+    "files of plugins": 134,
     "hooks": 0,
-    "lines of tests/": 84_383,  # 17 more: two tests of what guards had caught, a pattern
+    "lines of tests/": 84_652,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 142,
-    "words of docs": 74_890,
+    "words of docs": 74_913,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

@@ -16,7 +16,7 @@ from toolkit.base.errors import RequestError, listing, nearest
 from toolkit.cli import notes, run_rows
 from toolkit.cli.run_rows import RunRow
 from toolkit.cli.tables import Table, short
-from toolkit.files.run_files import RunState, state_word
+from toolkit.files.run_files import UNREADABLE, RunState, state_word
 
 
 def _number(value: Any) -> str:
@@ -138,4 +138,4 @@ def _short_why(row: RunRow) -> str | None:
 
 def is_over(row: RunRow) -> bool:
     """True if the run goes on only by a user's command."""
-    return row.state in run_rows.OVER or str(row.state).startswith("lost")
+    return row.state in (*run_rows.OVER, UNREADABLE) or str(row.state).startswith("lost")

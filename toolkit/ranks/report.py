@@ -16,6 +16,7 @@ from typing import Any
 from toolkit import hang
 from toolkit.base import logs, procfs
 from toolkit.base.errors import EXIT_FAILED
+from toolkit.files.records import Misfit
 from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Activity
@@ -139,9 +140,10 @@ class FileReporter(_Latest):
         if not self._owns_run():
             log.error("run %s was started again by another process, and belongs to it: this one ends", self._run_dir.id)
             os._exit(EXIT_FAILED)  # all that it writes from now on would damage the run
-        progress = RunProgress.from_json(fields)
-        status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)
-        with contextlib.suppress(OSError):  # a full disk; the next one is a second away
+        # A full disk, or a figure that no file may hold, such as 1e301; the next one is a second away.
+        with contextlib.suppress(OSError, Misfit):
+            progress = RunProgress.from_json(fields)
+            status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)
             self._run_dir.write_status(status)
 
     def finish(self, result: Mapping[str, Any]) -> None:

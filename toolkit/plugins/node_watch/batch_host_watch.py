@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -210,7 +211,9 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
     for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
         like_our_job.pop(of_our_step, None)
-    bad = {watched.batch_host: nodes.BadNode("gone", time.time()), **nodes.remembered(watched.run)}
+    bad = {watched.batch_host: nodes.BadNode("gone", time.time())}
+    with suppress(DamagedFileError):  # the job must be requeued all the same
+        bad |= nodes.remembered(watched.run)
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
     seen, _ = take_back(look, slurm, watched.job_id)
     if seen is not JobFate.REQUEUED:

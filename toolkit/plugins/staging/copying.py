@@ -187,7 +187,8 @@ def _make_room(folder: Path, package: Package) -> None:
     """
     own, needed = folder.parent, package.bytes + package.files * FILE_BYTES
     del_before = time.time() - UNUSED_S
-    for last_use, other in sorted((_last_use(other), other) for other in own.iterdir() if other != folder):
+    others = [other for other in own.iterdir() if other != folder and other.is_dir()]
+    for last_use, other in sorted((_last_use(other), other) for other in others):
         if last_use > del_before and packages.room_bytes(own) >= needed:
             break
         with contextlib.suppress(BlockingIOError):
