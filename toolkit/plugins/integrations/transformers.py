@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -24,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from toolkit.base import logs
-from toolkit.data.randomness import seed_cpu
+from toolkit.data.randomness import generators_kept, seed_cpu
 from toolkit.plugins.integrations.library_run import LibraryRun
 from toolkit.train.feed import set_for_now
 
@@ -178,15 +176,10 @@ class SeededFetch:
     @contextmanager
     def _seeded(self, *what: object) -> Iterator[None]:
         """Draw from generators that ``what`` has for itself in this epoch."""
-        kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
         text = repr((self._seed, int(self._epoch), *what))
-        seed_cpu(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
-        try:
+        with generators_kept():
+            seed_cpu(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
             yield
-        finally:
-            torch.set_rng_state(kept[0])
-            random.setstate(kept[1])
-            np.random.set_state(kept[2])
 
 
 class SeededStream(SeededFetch, IterableDataset[Any]):
