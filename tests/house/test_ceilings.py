@@ -28,7 +28,7 @@ CEILINGS = {
     "hooks": 0,
     "lines of tests/": 84_652,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 142,
-    "words of docs": 74_913,
+    "words of docs": 74_908,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

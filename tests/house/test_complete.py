@@ -133,7 +133,7 @@ INHERITED = {
     **dict.fromkeys(("partition", "account"), "its variables"),
     **dict.fromkeys(("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos"), "Slurm's answer"),
     **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "extra"), "config.yaml"),
-    "segment": "its batch script, by script_options",
+    "segment": "its batch script",
 }
 
 

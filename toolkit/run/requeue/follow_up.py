@@ -149,7 +149,7 @@ def _options_of_component(environ: Mapping[str, str], row: JobRow, run: RunDir, 
     yield from present
     # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
     given = {option.partition("=")[0] for option in present}
-    # Neither environment nor Slurm tells of these. For what a batch script has besides: script_options.
+    # Neither environment nor Slurm tells of these. For what a batch script has besides: script_lines().
     config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
     if may_lose_nodes(config, nodes) and whole_number(environ, "SLURM_JOB_NUM_NODES", 1) > 1:
         yield "--no-kill"
