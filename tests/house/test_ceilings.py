@@ -17,11 +17,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 72_496,
+    "lines of toolkit/": 72_495,
     "files of toolkit/": 400,
     "classes of toolkit/": 659,
     "functions of toolkit/": 5006,
-    "lines of the core": 47_287,  # 3 more: a log on a disk that is away does not end --follow
+    "lines of the core": 47_286,  # 3 more: a log on a disk that is away does not end --follow
     "files of the core": 266,
     "lines of plugins": 25_209,
     "files of plugins": 134,

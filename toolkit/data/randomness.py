@@ -38,6 +38,8 @@ from toolkit.data.permutation import hash64
 from toolkit.devices import accelerator
 from toolkit.devices.kinds import CPU
 
+log = logs.get(__name__)
+
 #: Keeps these seeds apart from those that other parts of the package hash from the same run seed.
 _SAMPLE = 0x53414D50
 
@@ -270,8 +272,6 @@ def _seed_generators(word: int) -> None:
 
 #: Variables by which a user configures torch's allocator. The second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-log = logs.get(__name__)
 
 
 def apply_gpu_settings(config: TrainConfig) -> None:

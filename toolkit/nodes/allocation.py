@@ -20,6 +20,8 @@ from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.environment import of_components, whole_number
 from toolkit.slurm.jobs import JobGpus
 
+log = logs.get(__name__)
+
 #: The tasks, the CPUs of each task and the GPUs of a node.
 Shape: TypeAlias = tuple[int, int, int]
 
@@ -299,8 +301,6 @@ def _cpus_per_task(environ: Mapping[str, str], tasks: Sequence[int]) -> int:
     cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
     return max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))
 
-
-log = logs.get(__name__)
 
 _UNIT = re.compile(r"^(?:SwitchName|BlockName|AggregatedBlock)=(\S+).*?\bNodes=(\S+)", re.MULTILINE)
 

@@ -30,6 +30,8 @@ from toolkit.ranks.state import Entry, Json, Replicated, local
 from toolkit.strategies.priming import has_extra_state
 from toolkit.strategies.protocol import ModelFactory
 
+log = logs.get(__name__)
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -81,9 +83,6 @@ def checkpoint_activations(model: nn.Module, every: int = 1) -> None:
         )
     for part in parts[every - 1 :: every]:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-
-
-log = logs.get(__name__)
 
 
 def in_training(model: nn.Module) -> nn.Module:

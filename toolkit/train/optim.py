@@ -36,6 +36,8 @@ from toolkit.limits import choose
 from toolkit.ranks.state import local
 from toolkit.strategies.models import blocks
 
+log = logs.get(__name__)
+
 #: Devices for which torch has fused optimizers.
 _FUSED = (CPU.type, CUDA.type, XPU.type)
 
@@ -115,8 +117,6 @@ def _imported(path: str) -> type[Optimizer]:
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-log = logs.get(__name__)
 
 
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:

@@ -30,6 +30,8 @@ from toolkit.nodes.start.agent_links import AgentLinks
 from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
+log = logs.get(__name__)
+
 
 @dataclass(frozen=True)
 class NodeAnswered:
@@ -125,8 +127,6 @@ UNHEARD_S = 120.0
 QUICK_HEARTBEAT_S, HEARTBEATS_A_SECOND = 0.25, 4000
 #: Agents that are told to leave are gone after this time.
 LEAVE_S = 2.0
-
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True)

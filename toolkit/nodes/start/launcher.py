@@ -20,6 +20,8 @@ from toolkit.base.errors import RequestError
 from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.allocation import Allocation
 
+log = logs.get(__name__)
+
 #: Slurm's words for a step that fits no job of this request, and for one of a job that is over.
 _UNFIT = re.compile(
     "Insufficient GRES|Invalid generic resource|Invalid GRES|Requested node configuration is not available"
@@ -182,8 +184,6 @@ def signal_name(number: int) -> str:
 CONNECTIONS_A_RANK = 6
 #: The files that the store host has open beside its connections.
 OTHER_FILES = 64
-
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True)

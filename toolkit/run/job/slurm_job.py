@@ -16,6 +16,8 @@ from toolkit.slurm.commands import Settings, SlurmCommands, settings_of
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import TIMEOUT_S, unreachable
 
+log = logs.get(__name__)
+
 
 class JobFate(StrEnum):
     """How Slurm sees the job when its ranks have ended."""
@@ -85,8 +87,6 @@ CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 
 #: How often Slurm is asked again about a job of which it did not say anything at the start.
 LOOK_AGAIN_S = 60.0
-
-log = logs.get(__name__)
 
 
 class SlurmJob:

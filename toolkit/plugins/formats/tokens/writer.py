@@ -33,6 +33,8 @@ from toolkit.plugins.formats.tokens.folder import (
     shard_name,
 )
 
+log = logs.get(__name__)
+
 #: What the ends of a shard's documents are kept in until the index is made, and what says how far it has come.
 _ENDS, _PROGRESS = "tokens-{:05}.ends", "progress.jsonl"
 #: Documents that are tokenized at once, by all cores: so many, or so many bytes.
@@ -49,8 +51,6 @@ class Position(NamedTuple):
 
 
 _Documents: TypeAlias = Iterator[tuple[bytes, Position]]
-
-log = logs.get(__name__)
 
 
 class Encoder:
