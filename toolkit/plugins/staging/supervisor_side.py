@@ -277,7 +277,7 @@ class NodeStaging(AgentUser):
     @property
     def _figures_file(self) -> Path:
         name = hashlib.sha256(os.fsencode(sys.prefix)).hexdigest()[:16]
-        return self._cache / f"imports-{name}.json"
+        return self._cache / f"{name}.imports"  # no package's record
 
     def _keep_figures(self, **figures: float) -> None:
         self._figures = self._figures.replace(**figures)
