@@ -119,6 +119,14 @@ def test_what_is_no_sum_over_samples_is_refused_with_what_to_do(criterion: Any, 
     assert f"{__file__}:" in refusal or "objective.py:" in refusal
 
 
+def test_a_value_whose_double_overflows_says_nothing() -> None:
+    """A pipeline's first call is on uninitialized memory, which may hold such numbers."""
+    huge = torch.full((2, 1), 1.2e38, requires_grad=True)
+    checked = CheckedObjective(of_pairs(lambda o, t: (o.sum(), None)), TrainConfig(), probes=1)
+    checked(lambda inputs: inputs, Batch((huge, torch.zeros(2)), torch.arange(2), 2))
+    assert checked.refusal is None
+
+
 def test_a_criterion_that_returns_a_loss_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"returned a Tensor and no \(sum, weight\)"):
         refusal_of(of_pairs(losses), 5)  # type: ignore[arg-type]
