@@ -1,18 +1,16 @@
 """Hangs: how each rank says what it does, and the stacks that it writes when it hangs.
 
-What a rank reports about itself in a hang, when the supervisor sends it SIGURG.
+When the supervisor sends a rank SIGURG, the Python stacks of all its threads go into
+``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside the signal handler, so also if the main thread
+never comes back from C. A thread then does what a handler can't. It sends the signal on to the data workers, whose
+stacks go into their own files, has torch's flight recorder dumped, and ends the file with ``ANSWERED``. The file is
+made before anything slow is imported: a rank without one has not started. SIGURG, because programs that don't know it
+ignore it: foreign scripts, shells, programs that a job starts.
 
-The Python stacks of all its threads go into ``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside
-the signal handler, so also if the main thread never comes back from C. A thread then does what a handler can't. It
-sends the signal on to the data workers, whose stacks go into their own files, has torch's flight recorder dumped, and
-ends the file with ``ANSWERED``. The file is made before anything slow is imported: a rank without one has not started.
-SIGURG, because programs that don't know it ignore it: foreign scripts, shells, programs that a job starts.
-
-Decides by what its ranks report when an attempt counts as hung.
-
-*Progress* means that any rank gets on, see :class:`toolkit.nodes.agent.reports.NodeProgress`. One rank's progress is
-enough, since the others may wait for it: in a collective, or while rank 0 writes a checkpoint. So a rank that hangs
-beside others is noticed when these have reached the point where they wait for it, and the time counts from there.
+An attempt counts as hung by what its ranks report. *Progress* means that any rank gets on, see
+:class:`toolkit.nodes.agent.reports.NodeProgress`. One rank's progress is enough, since the others may wait for it: in a
+collective, or while rank 0 writes a checkpoint. So a rank that hangs beside others is noticed when these have reached
+the point where they wait for it, and the time counts from there.
 
 Time is counted in looks of the supervisor. If the supervisor itself was stopped, by ``scontrol suspend`` or a disk that
 did not answer, that time does not count: the reports of that time are still in its queue.

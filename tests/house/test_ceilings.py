@@ -17,13 +17,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 72_495,
+    "lines of toolkit/": 72_466,
     "files of toolkit/": 400,
     "classes of toolkit/": 659,
     "functions of toolkit/": 5006,
-    "lines of the core": 47_286,  # 3 more: a log on a disk that is away does not end --follow
+    "lines of the core": 47_270,  # 3 more: a log on a disk that is away does not end --follow
     "files of the core": 266,
-    "lines of plugins": 25_209,
+    "lines of plugins": 25_196,
     "files of plugins": 134,
     "hooks": 0,
     "lines of tests/": 84_660,  # 17 more: two tests of what guards had caught, a pattern

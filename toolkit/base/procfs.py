@@ -1,9 +1,8 @@
 """Processes as /proc shows them: who they are, also after a reboot, and what they do.
 
-Tells a process from every other one, on any machine.
-
-A pid names many processes in the course of time, and a host's name may change or be that of several machines. The
-kernel's id of the boot, the pid namespace and the start time do not.
+A process is told from every other one, on any machine: a pid names many processes in the course of time, and a host's
+name may change or be that of several machines. The kernel's id of the boot, the pid namespace and the start time do
+not.
 """
 
 from __future__ import annotations

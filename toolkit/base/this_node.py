@@ -1,13 +1,10 @@
 """This node, for processes of ours: its disks and memory, open files, and how a bare Python is started.
 
-Disks: whether all nodes share one, which are a node's own, and where torch keeps there what it compiles.
+Disks: whether all nodes share one, which are a node's own, and where torch keeps there what it compiles. On NFS ranks
+of many nodes would rename and delete each other's compiled files, and one dies of "Stale file handle".
 
-On NFS ranks of many nodes would rename and delete each other's compiled files, and one dies of "Stale file handle".
-
-The number of files and sockets that this process may have open.
-
-Most systems set a soft limit of 1,024 and a far higher hard limit, which a process may claim by itself. The soft limit
-exists for programs that use ``select``, so it is raised only where many descriptors are needed.
+Open files and sockets: most systems set a soft limit of 1,024 and a far higher hard limit, which a process may claim by
+itself. The soft limit exists for programs that use ``select``, so it is raised only where many descriptors are needed.
 """
 
 from __future__ import annotations

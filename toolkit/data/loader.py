@@ -1,8 +1,7 @@
 """Batches by step number, equal after any restart and on any number of ranks.
 
-Batches: loaded as a whole from a data set that gives them, and copied to a rank's device.
-
-On a GPU the copies run on a stream of their own, while the GPU computes the step before.
+A data set may give batches as a whole. On a GPU the copies to it run on a stream of their own, while the GPU computes
+the step before.
 """
 
 from __future__ import annotations

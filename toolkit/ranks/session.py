@@ -1,6 +1,6 @@
 """The session of one rank: its process group, device and run folder. They are closed in reverse order.
 
-How the ranks of one launch find each other's store.
+How the ranks of one launch find each other's store:
 
 * Under a supervisor or torchrun ``MASTER_ADDR`` and ``MASTER_PORT`` name a store that an agent hosts.
 * Plain ``srun`` and ``mpirun`` host none and reserve no port. A port computed from the job id collides with the next

@@ -5,17 +5,13 @@ Only variables of *one* launcher are ever combined: under ``srun torchrun`` SLUR
 ``mpirun`` every rank sees SLURM_PROCID=0 of the process that mpirun runs in. Two variables of the same launcher that
 contradict each other raise a `PlacementError`: a guess would hang all ranks at the rendezvous.
 
-What each launcher tells its ranks: a table of variables, and one reader.
+What each launcher tells its ranks is one table of variables, with one reader. Sources: srun(1) OUTPUT ENVIRONMENT
+VARIABLES and ``_exec_task`` of slurmstepd (het steps number nodes and tasks globally); torch's ``LocalElasticAgent``;
+PRRTE's and Open MPI's ``OMPI_COMM_WORLD_*``; ``pmixp_info_set`` and ``p_mpi_hook_slurmstepd_task`` of Slurm's PMI
+plugins, which name a step's own launch ``slurm.pmix.<job>.<step>`` and ``<job>.<step>``.
 
-Sources: srun(1) OUTPUT ENVIRONMENT VARIABLES and ``_exec_task`` of slurmstepd (het steps number nodes and tasks
-globally); torch's ``LocalElasticAgent``; PRRTE's and Open MPI's ``OMPI_COMM_WORLD_*``; ``pmixp_info_set`` and
-``p_mpi_hook_slurmstepd_task`` of Slurm's PMI plugins, which name a step's own launch ``slurm.pmix.<job>.<step>`` and
-``<job>.<step>``.
-
-Decides, on each rank's own node, on its variables for torch, NCCL, gloo and OpenMP.
-
-All ranks use it, those of foreign scripts too, under every launcher. It loads nothing heavy: a foreign rank pays for
-it before its own imports.
+Each rank decides on its own node on its variables for torch, NCCL, gloo and OpenMP: those of foreign scripts too, under
+every launcher. It loads nothing heavy: a foreign rank pays for it before its own imports.
 """
 
 from __future__ import annotations

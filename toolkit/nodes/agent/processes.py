@@ -3,10 +3,8 @@
 They are forks of a zygote (:mod:`toolkit.nodes.agent.zygote`), whose other end is here, or fresh programs. Each gets
 CPUs of its own: whole cores first, next to each other and near its GPU.
 
-Finds the processes of a rank that a stop signal is for.
-
-A rank may be more than one process: `bash train.sh`, `python train.py | tee log`, `uv run`, a launcher. A signal for
-all of them would end what the one that saves still needs.
+A stop signal is not for every process of a rank. A rank may be more than one process: `bash train.sh`, `python train.py
+| tee log`, `uv run`, a launcher. A signal for all of them would end what the one that saves still needs.
 """
 
 from __future__ import annotations

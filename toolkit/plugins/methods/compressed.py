@@ -6,14 +6,10 @@ hook for PowerSGD hangs on gloo if there are several buckets. Here all gradients
 sent, so the order is fixed, and no state belongs to a bucket. The communication that DDP hides behind the backward pass
 is waited for instead. Where the link is so slow that compression pays, little of it was hidden.
 
-Chooses the layout of ddp with ``strategy.compression``, and has the one that sends during the backward pass.
-
-That one is for fp16 and bf16 over NCCL; all else is sent after it.
-
-DDP calls a hook for each bucket whose gradients are complete, in the same order on every rank. The hook only enqueues:
-on a stream of its own the GPU encodes the bucket, sends it, and decodes the mean, and the backward pass goes on beside
-it. torch's own hooks for these types add up in half precision, which rounds at every rank. Here each value is rounded
-once on its way to the sum and once on its way back, as everywhere else (see
+With fp16 and bf16 over NCCL, DDP calls a hook for each bucket whose gradients are complete, in the same order on every
+rank. The hook only enqueues: on a stream of its own the GPU encodes the bucket, sends it, and decodes the mean, and the
+backward pass goes on beside it. torch's own hooks for these types add up in half precision, which rounds at every rank.
+Here each value is rounded once on its way to the sum and once on its way back, as everywhere else (see
 :class:`~toolkit.plugins.methods.compression_schemes.Blocks`).
 
 Schemes that keep something for the next step are not sent this way: what they keep would belong to DDP's buckets.

@@ -3,10 +3,8 @@
 Sources: Linux, gpu/amdgpu/driver-misc.rst, gpu/amdgpu/ras.rst and gpu/amdgpu/thermal.rst;
 ABI/testing/sysfs-driver-intel-i915-hwmon and -xe-hwmon; ABI/testing/sysfs-bus-pci.
 
-Whose GPUs a node has: the driver that answers is asked.
-
-The GPUs of another maker are a class with the members of :class:`toolkit.devices.on_node.Gpus`, and a case in
-:func:`open_gpus`.
+The driver that answers is asked. The GPUs of another maker are a class with the members of
+:class:`toolkit.devices.on_node.Gpus`, and a case in :func:`open_gpus`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ that no other rank can lengthen: getting its data and the forward pass, up to wh
 wait for the others' gradients. It shows a slow CPU, GPU, disk or loader, also where that does not change the others'
 own times. It does not show a slow network, which makes both sides wait.
 
-What TensorBoard shows of a run's attempts.
-
-It shows which attempt made each step, where the time went, and the cost of restarts.
+Of a run's attempts TensorBoard shows which attempt made each step, where the time went, and the cost of restarts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`toolkit doctor`: the checks that a job makes before its ranks start, made by hand.
 
-Checks nodes by an srun step. Every task makes the checks once, and its labeled output is the answer.
-
-So only what srun reaches must be reachable, and no disk is asked: it may be the faulty part.
+Nodes are checked by an srun step: every task makes the checks once, and its labeled output is the answer. So only what
+srun reaches must be reachable, and no disk is asked: it may be the faulty part.
 """
 
 from __future__ import annotations

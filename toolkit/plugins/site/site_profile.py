@@ -3,10 +3,9 @@
 It is a dated file of the user, and lies beside the site's defaults (``$TOOLKIT_SITE``, else ``~/.config/toolkit``). A
 profile that is damaged, old or of another cluster is named in the log, and never the reason that something fails.
 
-Reads a cluster's limits and settings, as far as a normal user may.
-
-It takes a handful of calls, none of them per job or node. What cannot be read is a note in the profile, and never an
-error: accounting may be off, sacctmgr missing or denied.
+A cluster's limits and settings are read as far as a normal user may. It takes a handful of calls, none of them per job
+or node. What cannot be read is a note in the profile, and never an error: accounting may be off, sacctmgr missing or
+denied.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 All that asks whether a run is lost, or may still write its result, goes by it: listings, handles, runs that wait for
 others, and sweeps.
 
-Which jobs of Slurm are a run's.
-
-A number does not say it. Each cluster has numbers of its own, and clusters may share a runs folder. A controller that
-was installed anew gives the same numbers again. A copy of a run folder holds the numbers of the original's jobs. So
-every question about a run's jobs, every signal and every cancellation passes here first.
+A number does not say which jobs of Slurm are a run's. Each cluster has numbers of its own, and clusters may share a
+runs folder. A controller that was installed anew gives the same numbers again. A copy of a run folder holds the numbers
+of the original's jobs. So every question about a run's jobs, every signal and every cancellation passes here first.
 
 A job is the run's if it is on the cluster that the run's files name, and if its batch script lies in the run's folder,
 or in that of its sweep. A batch script of the user's own lies elsewhere: its job has recorded what Slurm calls it.

@@ -10,10 +10,9 @@ starts: a compute node that is about to be taken away may have no time left for 
 A follow-up job first checks what became of the jobs before it. It takes the run over if they were preempted, timed out
 or lost a node, and ends at once if the run is over. So it never revives a cancelled run.
 
-What a job was asked for in its batch script, for another job like it.
-
-The environment of a job and `scontrol show job` tell its size, nodes and GPUs, not how these are to be connected, whom
-to mail, or how tasks share cores. Slurm keeps the script itself.
+It asks for what its predecessor's batch script has asked for. The environment of a job and `scontrol show job` tell its
+size, nodes and GPUs, not how these are to be connected, whom to mail, or how tasks share cores. Slurm keeps the script
+itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Servers: each keeps a part of the parameters, and updates it with the arriving gradients.
-
-parameter_server: the first ranks keep the weights and apply the updates, the others compute gradients.
+"""parameter_server: the first ranks keep the weights and apply the updates, the others compute gradients.
 
 After Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014). A *ticket* is a share of
 one step's global batch. A worker computes its ticket and pushes the gradient to the servers, each of which takes what

@@ -1,8 +1,7 @@
 """Checks whether the GPUs are there and empty, and which InfiniBand ports are up.
 
-The interfaces of this node and its InfiniBand ports, read from sysfs.
-
-They are only reported: NCCL finds ACTIVE ports and the topology by itself, and a list of ours would switch that off.
+Interfaces and InfiniBand ports, read from sysfs, are only reported: NCCL finds ACTIVE ports and the topology by itself,
+and a list of ours would switch that off.
 """
 
 from __future__ import annotations
