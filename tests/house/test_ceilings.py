@@ -26,7 +26,7 @@ CEILINGS = {
     "lines of plugins": 25_196,
     "files of plugins": 134,
     "hooks": 0,
-    "lines of tests/": 84_660,  # 17 more: two tests of what guards had caught, a pattern
+    "lines of tests/": 84_643,  # 17 more: two tests of what guards had caught, a pattern
     "tests' setattr of a constant": 142,
     "words of docs": 74_908,
 }

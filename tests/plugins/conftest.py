@@ -8,5 +8,6 @@ from tests.unit.conftest import (  # noqa: F401
     log_as_at_the_start,
     no_modules_of_earlier_tests,
     pytest_collection_finish,
+    run,
     tmp_path,
 )

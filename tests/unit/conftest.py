@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from toolkit.base.logs import LOGGER
+from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 
 settings.register_profile(
     "unit", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -84,3 +86,12 @@ def cache_folder_of_its_own(cache_folders: Path, monkeypatch: pytest.MonkeyPatch
     An answer of Slurm in one test must not count in another, and the user's cache is left alone.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", mkdtemp(dir=cache_folders))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Return a run of the name digits, with an empty config."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    made = rundir.create("digits")
+    made.config.write_text("")
+    return made

@@ -20,17 +20,8 @@ from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.cli import notes
-from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    made = rundir.create("digits")
-    made.config.write_text("")
-    return made
 
 
 def saved(run: RunDir, step: int) -> None:

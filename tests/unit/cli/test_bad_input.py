@@ -18,18 +18,9 @@ from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.config import job_module
 from toolkit.config.schema import JobConfig
-from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    made = rundir.create("digits")
-    made.config.write_text("")
-    return made
 
 
 def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> None:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
-    made = rundir.create("digits")
-    made.config.write_text("")
-    return made
 
 
 @pytest.mark.parametrize(
