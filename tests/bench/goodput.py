@@ -31,7 +31,6 @@ from typing import Any
 from tests.bench import record
 from tests.box import Box
 from tests.slurm.site import END_S, Site
-from tests.slurm.test_stop import ranks_on
 from tests.waiting import wait_for
 from toolkit.files.rundir import RunDir
 
@@ -85,7 +84,7 @@ def start(site: Site, memory: str) -> RunDir:
 def kill_a_rank(site: Site, run: RunDir) -> float:
     """Seconds until the next attempt has made a step."""
     status, killed = run.status(), time.monotonic()
-    os.kill(ranks_on(site, random.choice(status.nodes))[0], signal.SIGKILL)
+    os.kill(site.ranks(random.choice(status.nodes))[0], signal.SIGKILL)
 
     def trains() -> bool:
         now = run.status()

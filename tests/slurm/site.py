@@ -69,6 +69,11 @@ class Site:
             if any(word in command for word in ("toolkit", "submitit", str(self.folder)))
         ]
 
+    def ranks(self, node: str | None = None, command: str = "toolkit run") -> list[int]:
+        """Processes that train, on one node or on all. Their srun, a process twice, has their command in its own."""
+        found = self.box.processes(node)
+        return [pid for pid, line in found if command in line and Path(line.split()[0]).name.startswith("python")]
+
     def preempt(self, seconds: int = 2) -> str:
         """A job of the higher partition takes all nodes for a while; its job id."""
         what = ["--nodes=4", "--exclusive", "--partition=high", "--output=/dev/null", f"--wrap=sleep {seconds}"]

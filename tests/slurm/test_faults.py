@@ -26,7 +26,7 @@ import pytest
 from tests.box import Box
 from tests.slurm.conftest import visit_with_small_disk
 from tests.slurm.site import END_S, START_S, Site, pid_of_supervisor
-from tests.slurm.test_stop import completed, ranks_on
+from tests.slurm.test_stop import completed
 from tests.waiting import wait_for
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.files.run_files import RunStatus
@@ -89,7 +89,7 @@ class Disturber:
     def some_rank(self) -> int:
         """Its pid."""
         node = self.dice.choice(self.status.nodes)
-        return wait_for(lambda: ranks_on(self.site, node), START_S, f"a rank on {node}")[0]
+        return wait_for(lambda: self.site.ranks(node), START_S, f"a rank on {node}")[0]
 
     def disturb(self, kind: str) -> None:
         """Make one fault of this kind at a random moment. Wait until the run has recovered."""

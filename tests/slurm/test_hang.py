@@ -14,7 +14,7 @@ import pytest
 
 from tests import hangs
 from tests.slurm.site import END_S, Site, reached
-from tests.slurm.test_stop import completed, ranks_on
+from tests.slurm.test_stop import completed
 from tests.waiting import wait_for
 from toolkit import hang
 from toolkit.files.rundir import RunDir
@@ -42,7 +42,7 @@ def hangs_itself(site: Site, run: RunDir) -> int:
 
 def is_stopped(site: Site, run: RunDir) -> int:
     reached(run, 100)  # by then each rank has reported
-    os.kill(ranks_on(site, "node2")[0], signal.SIGSTOP)
+    os.kill(site.ranks("node2")[0], signal.SIGSTOP)
     return NODES.index("node2")
 
 

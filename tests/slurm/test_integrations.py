@@ -57,15 +57,10 @@ def test_a_preempted_and_killed_script_ends_as_the_undisturbed_one(site: Site, l
     site.preempt()
     second = run.rank_log(2, 0)
     wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
-    os.kill(ranks(site)[-1], signal.SIGKILL)
+    os.kill(site.ranks()[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
     assert (result.state, result.step) == ("completed", STEPS.get(library, 96))
     assert [attempt.decision for attempt in run.attempts()] == ["requeue", "restart", "finish"]
     ends = [weights(site.folder / name / END.get(library, "end.pt")) for name in ("quick", "slow")]
     assert ends[0].keys() == ends[1].keys()
     assert [name for name in ends[0] if not ends[0][name].equal(ends[1][name])] == []
-
-
-def ranks(site: Site) -> list[int]:
-    found = site.box.processes()
-    return [pid for pid, command in found if "toolkit run" in command and not command.startswith("srun")]

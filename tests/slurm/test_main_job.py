@@ -170,7 +170,7 @@ def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site:
     run = site.only_run()
     reached(run, 60)
     # The victim's environment tells its rank, which the record must name.
-    victim = next(pid for pid, command in site.box.processes("node2") if "toolkit run" in command)
+    victim = site.ranks("node2")[0]
     rank = int(
         dict(p.split("=", 1) for p in Path(f"/proc/{victim}/environ").read_text().split("\0") if "=" in p)[
             "SLURM_PROCID"

@@ -289,9 +289,8 @@ def test_state_in_memory_saves_the_steps_of_a_killed_rank_and_of_a_dead_node(sit
     """Nothing is on the disk before the end. What a spare starts from is in the memory of the other node."""
     in_memory = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=100000")
     run = start(site, *SPARE, *in_memory, "cluster.tasks_per_node=2", f"strategy.name={strategy}")
-    ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
     since = time.time()
-    os.kill(ranks[0], signal.SIGKILL)
+    os.kill(site.ranks()[0], signal.SIGKILL)
     print(f"first new step after {first_new_step(run, since):.1f} s")
     reached(run, run.status().progress.step + 50)
     with killed(site, "node2"):
@@ -369,7 +368,7 @@ def is_another(run: RunDir, pid: int) -> bool:
 def test_a_killed_supervisor_costs_no_step_that_is_in_memory_also_in_a_requeued_job(site: Site) -> None:
     run = start(site, *SPARE, "checkpoint.memory_every_steps=1")
     for _ in range(2):
-        ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
+        ranks = site.ranks()
         before = run.status()
         os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
         since = time.time()

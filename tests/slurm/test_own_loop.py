@@ -72,7 +72,7 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     second = run.rank_log(2, 0)
     wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
     # The kill comes once the second attempt has resumed: both ways back are in one run.
-    os.kill(ranks(site)[-1], signal.SIGKILL)
+    os.kill(site.ranks(command="toolkit run" if how == "submit" else "slow.py")[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
     assert (result.state, result.step) == ("completed", STEPS)
     causes = [(attempt.cause, attempt.decision) for attempt in run.attempts()]
@@ -81,9 +81,3 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     mine, other = (checkpoints.verify(checkpoints.list()[0]) for checkpoints in stores)
     assert (mine.step, mine.meta["position"][0]) == (other.step, other.meta["position"][0]) == (STEPS, 14)
     assert mine.tensors == other.tensors
-
-
-def ranks(site: Site) -> list[int]:
-    found = site.box.processes()
-    words = ("toolkit run", "slow.py")
-    return [pid for pid, command in found if any(w in command for w in words) and not command.startswith("srun")]

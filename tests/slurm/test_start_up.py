@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.site import END_S, START_S, Site, attempts_of
-from tests.slurm.test_stop import ranks_on
 from tests.waiting import wait_for
 from toolkit.metrics.start_up import PARTS
 
@@ -52,7 +51,7 @@ def test_the_parts_of_a_start_add_up_to_what_was_measured_outside(site: Site) ->
     site.run("toolkit", "submit", "train.py", "cluster.nodes=2", "cluster.time_min=30", cwd=project)
     run = site.only_run()
     wait_for(lambda: run.step() > 30, END_S, "30 steps")
-    os.kill(ranks_on(site, run.status().nodes[1])[0], signal.SIGKILL)
+    os.kill(site.ranks(run.status().nodes[1])[0], signal.SIGKILL)
     (attempt,) = attempts_of(run, 1)
     wait_for(lambda: notes.exists() and len(notes.read_text().split()) == 2 and run.step() > 30, END_S, "a restart")
     wait_for(lambda: run.status().start_up.get("first_step"), START_S, "the second attempt's start")

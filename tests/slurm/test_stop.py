@@ -356,19 +356,13 @@ def test_preempted_without_grace_it_comes_back(ungraceful: Site) -> None:
 # ---------------------------------------------------------------------------------------------------------- signals
 
 
-def ranks_on(site: Site, node: str) -> list[int]:
-    """Not the srun that carries their command line in its own."""
-    found = site.box.processes(node)
-    return [pid for pid, command in found if "toolkit run" in command and not command.startswith("srun")]
-
-
 def to_one_rank(site: Site, job: str) -> None:
-    os.kill(ranks_on(site, "node2")[0], signal.SIGUSR1)
+    os.kill(site.ranks("node2")[0], signal.SIGUSR1)
 
 
 def to_all_at_different_times_and_twice(site: Site, job: str) -> None:
     for node in ("node2", "node1", "node2"):
-        for pid in ranks_on(site, node):
+        for pid in site.ranks(node):
             os.kill(pid, signal.SIGTERM)
         time.sleep(0.05)
 

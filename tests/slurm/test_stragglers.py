@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.box import Box
 from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import slow_project
 from tests.waiting import wait_for
@@ -57,11 +56,6 @@ def throttled(pid: int) -> Iterator[None]:
         thread.join()
 
 
-def rank_on(box: Box, node: str) -> int:
-    """The process of the only rank there."""
-    return next(pid for pid, command in box.processes(node) if "toolkit run" in command)
-
-
 def slow_now(run: RunDir) -> list[Straggler]:
     told = run.status().progress.stragglers
     return [entry for entry in told if entry.until is None]
@@ -76,7 +70,7 @@ def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: S
     site.run("toolkit", "submit", "slow.yaml", *size, cwd=project)
     run = site.only_run()
     wait_for(lambda: run.step() >= 40, END_S, "step 40")
-    with throttled(rank_on(site.box, "node3")):
+    with throttled(site.ranks("node3")[0]):
         (entry,) = wait_for(lambda: slow_now(run), END_S, "the slow node's name")
         status = site.run("toolkit", "status", run.id)
         print(status)
