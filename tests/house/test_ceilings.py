@@ -17,16 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 72_466,
-    "files of toolkit/": 400,
+    "lines of toolkit/": 72_450,
+    "files of toolkit/": 397,
     "classes of toolkit/": 659,
     "functions of toolkit/": 5006,
-    "lines of the core": 47_270,  # 3 more: a log on a disk that is away does not end --follow
-    "files of the core": 266,
-    "lines of plugins": 25_196,
-    "files of plugins": 134,
+    "lines of the core": 47_296,  # 26 more: `toolkit data tokenize` came from plugins/
+    "files of the core": 264,
+    "lines of plugins": 25_154,
+    "files of plugins": 133,
     "hooks": 0,
-    "lines of tests/": 84_643,  # 17 more: two tests of what guards had caught, a pattern
+    "lines of tests/": 84_621,
     "tests' setattr of a constant": 142,
     "words of docs": 74_908,
 }

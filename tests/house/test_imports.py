@@ -211,7 +211,7 @@ ON_RANKS = {"plugins/site/measure.py", "plugins/site/gpu_measure.py"}
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.
-WITH_TORCH = {"evaluate", "export", "generate"}
+WITH_TORCH = {"data", "evaluate", "export", "generate"}
 
 
 def files_of(module: str) -> list[Path]:

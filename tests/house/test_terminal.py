@@ -235,4 +235,4 @@ def test_there_is_no_other_way_to_the_terminal() -> None:
 
 
 #: They name the class in annotations.
-TYPED_ONLY = {"cli/follow.py", "cli/logs/progress.py"}
+TYPED_ONLY = {"cli/follow.py", "cli/progress.py"}

@@ -103,7 +103,7 @@ def to_the_end(run: Run, *, bar: bool, is_bound: bool = True) -> int:
 
 def _watch(run: Run, console: Console, bar: bool) -> None:
     if bar:
-        from toolkit.cli.logs.progress import follow
+        from toolkit.cli.progress import follow
 
         try:
             follow(run, console)

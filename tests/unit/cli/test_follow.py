@@ -120,7 +120,7 @@ def test_a_bar_that_cannot_read_a_log_costs_a_line_and_the_run_is_waited_for(
     def fails(*_: object) -> None:
         raise OSError(116, "Stale file handle", "rank-0.log")
 
-    monkeypatch.setattr("toolkit.cli.logs.progress.follow", fails)
+    monkeypatch.setattr("toolkit.cli.progress.follow", fails)
     assert follow.to_the_end(ended(tmp_path, state="completed"), bar=True) == EXIT_DONE
     out = capsys.readouterr().out
     assert "cannot be shown" in out

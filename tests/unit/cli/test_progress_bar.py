@@ -12,7 +12,7 @@ from rich.console import Console
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.cli import follow
-from toolkit.cli.logs import progress as progress_of_run
+from toolkit.cli import progress as progress_of_run
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
 

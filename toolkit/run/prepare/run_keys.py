@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.config import shown
 from toolkit.config.script_keys import ActingKeys, acting_keys
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare import snapshot
@@ -18,8 +17,8 @@ def acting_on(run: RunDir, job: str, argv: Sequence[str]) -> ActingKeys:
 
 
 def shown_values(run: RunDir) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what :func:`toolkit.config.shown.values_of` does, without the keys that do not act on the run."""
-    values, hidden = shown.values_of(run.config)
+    """Return what ``run_config.values_of`` does, without the keys that do not act on the run."""
+    values, hidden = run_config.values_of(run.config)
     config = run_config.read(run)
     acting = ActingKeys() if config is None else acting_on(run, config.job, config.argv)
     return {key: value for key, value in values.items() if acting.include(key)}, hidden
