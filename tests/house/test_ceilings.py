@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 72_450,
+    "lines of toolkit/": 72_160,
     "files of toolkit/": 397,
     "classes of toolkit/": 659,
-    "functions of toolkit/": 5006,
-    "lines of the core": 47_296,  # 26 more: `toolkit data tokenize` came from plugins/
+    "functions of toolkit/": 4987,
+    "lines of the core": 47_255,  # 26 more: `toolkit data tokenize` came from plugins/
     "files of the core": 264,
-    "lines of plugins": 25_154,
+    "lines of plugins": 24_905,
     "files of plugins": 133,
     "hooks": 0,
-    "lines of tests/": 84_621,
+    "lines of tests/": 84_514,
     "tests' setattr of a constant": 142,
-    "words of docs": 74_908,
+    "words of docs": 74_772,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

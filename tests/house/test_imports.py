@@ -115,7 +115,7 @@ MAKING_PARTS = {
     *("strategies/__init__.py", "strategies/update/apply.py", "run/rank/main.py"),
     *("run/prepare/new_run.py", "run/submission/executors.py", "run/submission/handle.py"),
     *("run/submission/resume.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
-    *("slurm/commands.py", "config/validation.py"),
+    "config/validation.py",
 }
 
 
@@ -418,7 +418,7 @@ def test_texts_of_errors_are_cut_where_they_are_written() -> None:
 
 
 NAMES_OF_PROGRAMS = (
-    "plugins/site/site_limits",
+    "plugins/site/reservations",
     *("slurm/commands", "slurm/srun_commands", "plugins/site/site_profile", "run/requeue/follow_up"),
 )
 

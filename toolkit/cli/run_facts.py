@@ -15,7 +15,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.plugins.node_watch import efficiency
 from toolkit.plugins.report.why.runs import cause_of
-from toolkit.plugins.site import node_history, site_limits
+from toolkit.plugins.site import node_history, reservations
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
 from toolkit.run.attempt.facts import first_failure
@@ -73,7 +73,7 @@ def _waits_for(run: RunDir, row: RunRow) -> list[str]:
     """Return what a run waits for, with the reservation that Slurm's reason does not name."""
     found = [note for note in notes.of(row) if note != row.why]
     if re.match(r"ReqNodeNotAvail|Reserv", row.reason or "") and (config := run_config.read(run)) is not None:
-        found += filter(None, map(site_limits.holding_back, config.cluster.parts))
+        found += filter(None, map(reservations.holding_back, config.cluster.parts))
     return found
 
 

@@ -16,9 +16,9 @@ from toolkit.cli.main import main
 from toolkit.files.run_files import AttemptRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.site import proof
+from toolkit.plugins.site.proof import Proof
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured
-from toolkit.plugins.site.site_profile import Proof, SiteProfile
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.facts import Cause, Decision
 from toolkit.run.submission.handle import Run
@@ -71,8 +71,7 @@ class Trial:
         fsio.write_json(self.dir.path / FOLLOWED, Followed(time.time(), nodes, shrunk_s, why).to_json())
 
     def start(self) -> proof._ProofRun:
-        profile = SiteProfile(made=0.0, cluster="alps", requeue_delay_s=0.0)
-        return proof._ProofRun(Run(self.dir, "slurm", self.job), profile)
+        return proof._ProofRun(Run(self.dir, "slurm", self.job), requeue_delay_s=0.0)
 
     def proofs(self) -> dict[str, Proof]:
         trial = self.start()
@@ -137,7 +136,7 @@ def test_a_run_that_comes_back_in_another_job_says_so(trial: Trial) -> None:
 
 def test_what_does_not_come_is_failed_and_what_needs_it_is_not_tried(trial: Trial) -> None:
     trial.end(RunState.FAILED, "no GPU")
-    assert trial.proofs() == {"start of ranks": Proof("start of ranks", False, "the run failed: no GPU", {})}
+    assert trial.proofs() == {"start of ranks": Proof("start of ranks", False, "the run failed: no GPU")}
 
 
 def test_a_signal_that_changes_nothing_is_a_failure(trial: Trial) -> None:

@@ -1,26 +1,24 @@
-"""A cluster's description of itself, and the profile made of it. `submit` and `init` use the profile."""
+"""A cluster's description of itself, as `toolkit doctor` shows it and `init` uses it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.config.schema import FOREIGN_JOB
-from toolkit.plugins.site import doctor, site_limits, site_profile
+from toolkit.plugins.site import doctor, reservations
 from toolkit.plugins.site.site_profile import SiteProfile, read_site
 from toolkit.slurm.commands import Slurm
-from toolkit.slurm.jobs import JobRow
 
 #: `scontrol show config` of Slurm 24.11.5, the lines that count, of a site as many are.
 CONFIG = """Configuration data as of 2026-11-24T11:34:42
@@ -65,7 +63,7 @@ PartitionName=debug
 """
 SINFO = "normal|1|128|512000|(null)\nnormal|3|64|256000|gpu:a100:4(S:0-1),nvme:1\ndebug|1|64|256000|(null)\n"
 ASSOCIATIONS = "lab1||normal,low|normal||200|\nlab2|debug|normal||4||02:00:00\n"
-QOS = "normal||cluster|00:00:00|||\nlow|2-00:00:00|cancel|00:05:00|gres/gpu=8|20|DenyOnLimit,PartitionTimeLimit\n"
+QOS = "normal||cluster|00:00:00||\nlow|2-00:00:00|cancel|00:05:00|gres/gpu=8|20\n"
 
 
 class Programs:
@@ -99,7 +97,6 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.delenv("TOOLKIT_SITE", raising=False)
-    site_profile.cluster_name.cache_clear()
     return Programs(tmp_path / "bin")
 
 
@@ -126,8 +123,6 @@ def test_a_site_is_read_with_its_limits_accounts_and_preemption(programs: Progra
     assert (lab2.partition, lab2.max_jobs, lab2.time_limit_s) == ("debug", 4, 7_200.0)
     low = profile.qos[1]
     assert (low.preempt_mode, low.grace_s, low.max_resources, low.max_submit) == ("cancel", 300.0, "gres/gpu=8", 20)
-    assert low.flags == ("DenyOnLimit", "PartitionTimeLimit")
-    assert SiteProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
 def test_hidden_partitions_are_known_too(programs: Programs) -> None:
@@ -170,7 +165,7 @@ def test_half_a_slurm_and_a_silent_controller_are_said(
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", "--site", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["site"], answer["site_profile"][:14]) == (None, "no Slurm here:")
+    assert (answer["site"], answer["why_no_site"][:14]) == (None, "no Slurm here:")
     assert not Path(os.environ["HOME"]).exists()
 
 
@@ -181,7 +176,6 @@ def test_the_page_fits_a_terminal_and_says_what_a_user_needs(
     page = capsys.readouterr().out
     assert "a job over its partition's limits is held in the queue for ever" in page
     assert "may start again after 121 s" in page
-    assert f"site profile: {os.environ['HOME']}/.config/toolkit/site-profile.json" in page
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor", "--site"]) == 0
@@ -189,147 +183,10 @@ def test_the_page_fits_a_terminal_and_says_what_a_user_needs(
 
 
 def test_that_requeues_are_expedited_or_forbidden_is_said() -> None:
-    profile = SiteProfile(made=0.0, cluster="alps", expedites=True)
+    profile = SiteProfile(cluster="alps", expedites=True)
     assert "at once, with --requeue=expedite" in next(doctor.lines(profile))
-    assert "forbidden by default" in next(doctor.lines(profile.replace(can_requeue=False)))
-    assert "arrays: switched off; " in "\n".join(doctor.lines(profile.replace(max_array_size=0)))
-
-
-def profiled(age_s: float = 0.0, **changes: str) -> Path:
-    """Write a profile of that age; return its path."""
-    profile, _ = doctor.read_site_here()
-    assert profile is not None
-    return site_profile.write(profile.replace(made=time.time() - age_s, **changes))
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("cluster.partition=norml", "cluster.partition: there is no 'norml'; did you mean 'normal'? there are: normal"),
-        (
-            "cluster.partition=normal cluster.time_min=1441",
-            "cluster.time_min: 1441 is over the limit of partition normal, 1 d; use 1440 or less",
-        ),
-        (
-            "cluster.partition=normal cluster.nodes=3",
-            "cluster.nodes: 3 with spare ones, and a job on partition normal",
-        ),
-        (
-            'cluster.partition=normal cluster.components=[{},{"partition":"norml"}]',
-            "cluster.components[1].partition: there is no 'norml'",
-        ),
-        (
-            'cluster.partition=normal cluster.components=[{"nodes":3},{}]',
-            "cluster.components[0].nodes: 3 with spare ones",
-        ),
-        ("cluster.account=labl", "you have no account 'labl'; did you mean 'lab2'? yours: lab1, lab2"),
-        ("cluster.qos=lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
-        ("cluster.qos=normal,lo", "cluster.qos: there is no 'lo'; did you mean 'low'?"),
-    ],
-)
-def test_submit_refuses_what_would_wait_for_ever(
-    programs: Programs, override: str, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = load_config(None, override.split())
-    site_limits.check_site(config)  # there is no profile yet
-    profiled()
-    with pytest.raises(ConfigError) as caught:
-        site_limits.check_site(config)
-    assert words in str(caught.value)
-    assert "`toolkit doctor --site` reads it anew" in str(caught.value)
-    profiled(age_s=40 * 86_400)
-    site_limits.check_site(config)
-    assert words in caplog.text
-
-
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(
-    ("flag", "override"), [("PartitionTimeLimit", "cluster.time_min=1441"), ("PartitionMaxNodes", "cluster.nodes=3")]
-)
-def test_a_qos_may_lift_a_limit_of_its_partition(
-    programs: Programs, caplog: pytest.LogCaptureFixture, flag: str, override: str, named: bool
-) -> None:
-    qos = f"normal||cluster|00:00:00|||\nlong|||00:00:00|||DenyOnLimit,{flag}\n"
-    rows = "lab1||normal,long|long|||\n"
-    programs.add("sacctmgr", {"associations": rows, "show user": "lab1\n", "show qos": qos})
-    profiled()
-    partition = "cluster.partition=normal"
-    site_limits.check_site(load_config(None, [partition, override, *["cluster.qos=long"] * named]))
-    assert caplog.text == ""
-    for refused in ([override, "cluster.qos=normal"], ["cluster.nodes=5"]):  # the partition has four nodes in all
-        with pytest.raises(ConfigError):
-            site_limits.check_site(load_config(None, [partition, *refused]))
-
-
-def test_the_case_of_a_qos_does_not_matter(programs: Programs) -> None:
-    partitions = PARTITIONS.replace("AllowAccounts=ALL AllowQos=ALL", "AllowAccounts=ALL AllowQos=Low")
-    programs.scontrol(CONFIG, partitions)
-    profiled()
-    # The QOS low lifts the limit of the partition's time.
-    site_limits.check_site(load_config(None, ["cluster={partition: normal, qos: LOW, time_min: 1441}"]))
-    with pytest.raises(ConfigError, match="partition normal does not take 'Normal'; it takes Low"):
-        site_limits.check_site(load_config(None, ["cluster={partition: normal, qos: Normal}"]))
-
-
-def test_without_a_partition_the_default_ones_limits_only_warn(
-    programs: Programs, caplog: pytest.LogCaptureFixture
-) -> None:
-    profiled()
-    site_limits.check_site(load_config(None, ["cluster.time_min=1441"]))
-    assert "cluster.time_min: 1441 is over the limit of partition normal" in caplog.text
-    with pytest.raises(ConfigError, match="no account 'labl'"):
-        site_limits.check_site(load_config(None, ["cluster.time_min=1441", "cluster.account=labl"]))
-
-
-def test_accounts_are_the_same_in_upper_and_lower_case(programs: Programs) -> None:
-    ping = "Slurmctld(primary) at login is UP\n"
-    mixed = PARTITIONS.replace("AllowAccounts=lab2", "AllowAccounts=Lab2")
-    programs.add("scontrol", {"ping": ping, "show config": CONFIG, "show partition": mixed})
-    profiled()
-    for account in ("LAB2", "lab2"):
-        site_limits.check_site(load_config(None, ["cluster.partition=debug", f"cluster.account={account}"]))
-
-
-def test_a_job_that_may_run_on_one_of_its_partitions_is_not_refused(programs: Programs) -> None:
-    profiled()
-    site_limits.check_site(load_config(None, ["cluster.partition='normal,debug'", "cluster.time_min=2000"]))
-
-
-def test_a_profile_that_cannot_be_read_or_is_of_another_cluster_is_named(
-    programs: Programs, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = profiled(cluster="summit")
-    wrong = load_config(None, ["cluster.partition=norml"])
-    site_limits.check_site(wrong)
-    assert "is of the cluster summit, and this is alps: not used" in caplog.text
-    record = json.loads(profiled().read_text())
-    path.write_text(json.dumps(record | {"version": 99, "later": {"a": 1}}))
-    site_limits.check_site(wrong)
-    assert "version: 99 is of a newer toolkit, and this one knows 1; it is not used" in caplog.text
-    for content in ("", "{", "[]", '{"made": 3}', "\0" * 20):
-        path.write_text(content)
-        site_limits.check_site(wrong)
-        assert f"{path} cannot be read" in caplog.text
-        caplog.clear()
-
-
-def test_the_profile_lies_beside_the_sites_file_if_that_folder_takes_it(
-    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOOLKIT_SITE", str(tmp_path / "site.yaml"))
-    assert profiled() == tmp_path / "site-profile.json"
-    monkeypatch.setenv("TOOLKIT_SITE", "/proc/site.yaml")
-    assert profiled() == tmp_path / "home/.config/toolkit/site-profile.json"
-
-
-def test_the_profile_knows_a_qos_that_a_node_cannot_ask_for(programs: Programs) -> None:
-    slurm, job = Slurm(), JobRow("1", "RUNNING", qos="low")
-    path = profiled()
-    programs.add("sacctmgr", {}, code=1, stderr="Unable to contact slurm database\n")
-    assert slurm.preemption_cancels(job, slurm.settings())
-    assert slurm.preemption_cancels(dataclasses.replace(job, qos="normal,low"), slurm.settings())
-    path.unlink()
-    assert not slurm.preemption_cancels(job, slurm.settings())
+    assert "forbidden by default" in next(doctor.lines(replace(profile, can_requeue=False)))
+    assert "arrays: switched off; " in "\n".join(doctor.lines(replace(profile, max_array_size=0)))
 
 
 def test_init_writes_defaults_that_are_valid_and_keeps_what_is_there(
@@ -398,6 +255,6 @@ def test_a_reservation_that_holds_the_job_back_is_named_with_the_time_that_fits(
         "sinfo": "norm*|node[1-4]\nother|n9\n",
     }
     monkeypatch.setattr(Slurm, "ask", lambda self, argv: answers[argv[0]])
-    site_limits._holding_back.cache_clear()
-    told = site_limits.holding_back(load_config(None, given.split(), site=False).cluster)
+    reservations._holding_back.cache_clear()
+    told = reservations.holding_back(load_config(None, given.split(), site=False).cluster)
     assert re.search(says, told) if says else told == ""

@@ -1,6 +1,7 @@
 """read the site, check nodes as each job does, or try the site out"""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from typing import Any
 
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError
@@ -19,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="[CONFIG] [key=value]", help="such as cluster.partition=gpu")
     parser.add_argument("--nodes", type=int, help="default: those of this allocation, or cluster.nodes; 2 with --prove")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--site", action="store_true", help="read the site and write its profile; ask for no nodes")
+    what.add_argument("--site", action="store_true", help="only read the site; ask for no nodes")
     what.add_argument("--prove", action="store_true", help="try the site out by a short run, for a minute or more")
     tables.add_wide(parser)
     arguments.add_json(parser)
@@ -30,7 +31,7 @@ def run(args: Namespace) -> int:
     from toolkit.base import logs, terminal
     from toolkit.cli import show
     from toolkit.files import rundir
-    from toolkit.plugins.site import doctor, node_history, site_limits
+    from toolkit.plugins.site import doctor, node_history, reservations
     from toolkit.plugins.site.doctor import versions
 
     files = [word for word in args.overrides if "=" not in word]
@@ -41,19 +42,20 @@ def run(args: Namespace) -> int:
     # The cluster's part alone is used. The job is never started, and the script of --prove has no params.
     config.job, config.params = configs.FOREIGN_JOB, {}
     configs.validate(config)
-    profile, about_profile = doctor.read_site_here()
-    if args.prove:
-        profile, about_profile = doctor.prove_site(config, args.nodes, profile, about_profile)
+    profile, why_none = doctor.read_site_here()
     answer: dict[str, Any] = {
-        "site": None if profile is None else profile.to_json(),
-        "site_profile": about_profile,
+        "site": None if profile is None else asdict(profile),
+        "why_no_site": why_none or None,
         "versions": versions(),
     }
-    page, is_fine = _site_page(profile, about_profile, tables.width(args)), True
-    answer["reservations"] = held = [*filter(None, map(site_limits.holding_back, config.cluster.parts))]
+    page, is_fine = _site_page(profile, why_none, tables.width(args)), True
+    answer["reservations"] = held = [*filter(None, map(reservations.holding_back, config.cluster.parts))]
     page += ["", *held] if held else []
-    if args.prove and profile is not None:
-        is_fine = all(proof.is_proven is not False for proof in profile.proofs)
+    if args.prove:
+        proofs = doctor.prove_site(config, args.nodes, profile, why_none)
+        answer["proofs"] = [asdict(proof) for proof in proofs]
+        page += ["", *doctor.proof_lines(proofs)]
+        is_fine = all(proof.is_proven is not False for proof in proofs)
     elif not args.site:
         report = doctor.examine(config, args.nodes)
         answer |= doctor.as_dict(report)
@@ -72,19 +74,15 @@ def run(args: Namespace) -> int:
     return EXIT_DONE if is_fine else EXIT_FAILED
 
 
-def _site_page(profile: Any, about_profile: str, width: int | None) -> list[str | tables.Table]:
+def _site_page(profile: Any, why_none: str, width: int | None) -> list[str | tables.Table]:
     """Return the lines about the site, and about this environment."""
-    from toolkit.plugins.site import doctor, site_profile
+    from toolkit.plugins.site import doctor
     from toolkit.plugins.site.doctor import versions
 
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
     # Without a profile, as on a machine without Slurm, only the environment is known.
     if profile is None:
-        return [about_profile, here]
-    date = site_profile.date(profile.made)
-    head = f"cluster {profile.cluster}, Slurm {profile.slurm}, as {profile.user} sees it on {date}"
+        return [why_none, here]
+    head = f"cluster {profile.cluster}, Slurm {profile.slurm}, as {profile.user} sees it"
     table = tables.Table(doctor.partition_rows(profile), width, ("PREEMPTION",))
-    proofs = [*doctor.proof_lines(profile)]
-    if proofs and profile.proven:
-        proofs = ["", f"proven by a job on {site_profile.date(profile.proven)}:", *proofs]
-    return [head, "", table, "", *doctor.lines(profile), "", here, *proofs, "", about_profile]
+    return [head, "", table, "", *doctor.lines(profile), "", here]

@@ -31,16 +31,16 @@ def run(args: Namespace) -> None:
         _write_schema(args.schema)
         return
     logs.setup()
-    profile, about_profile = doctor.read_site_here()
+    profile, why_none = doctor.read_site_here()
     if profile is None:
-        raise RequestError(f"toolkit init: {about_profile}. Without Slurm no defaults are needed")
+        raise RequestError(f"toolkit init: {why_none}. Without Slurm no defaults are needed")
     text = site_file.text_of(profile, args.partition)
     if args.only_print:
         print(text, end="")
         return
     path = site_file.write(text, force=args.force)
     print(text, end="")
-    terminal.say(f"\n{path}: written; every command takes it as defaults\n{about_profile}")
+    terminal.say(f"\n{path}: written; every command takes it as defaults")
 
 
 def _write_schema(file: str) -> None:

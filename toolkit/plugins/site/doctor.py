@@ -28,11 +28,10 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel, without_label
 from toolkit.nodes.start.srun import parse_srun_line
-from toolkit.plugins.site import site_profile
 from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest, speed
 from toolkit.plugins.site.checks.preflight import LIMIT_S, SharedFolder, command
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
-from toolkit.plugins.site.proof import prove
+from toolkit.plugins.site.proof import Proof, prove
 from toolkit.plugins.site.site_profile import USED, PartitionRecord, SiteProfile, missing_programs, read_site
 from toolkit.run.submission import executors
 from toolkit.slurm.commands import PROBE_TIMEOUT_S, Slurm
@@ -139,10 +138,7 @@ def _ask(
 
 
 def read_site_here() -> tuple[SiteProfile | None, str]:
-    """Read the cluster and write its profile. Return it, and a line about it; None and the reason without Slurm.
-
-    Proofs that an earlier profile of the same cluster has are kept.
-    """
+    """Read the cluster. Return it and ""; None and the reason without Slurm."""
     slurm = Slurm(timeout_s=SITE_TIMEOUT_S)
     if not slurm.available():
         missing = missing_programs(slurm)
@@ -152,41 +148,20 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
             return None, f"Slurm is only half installed here: not on PATH: {', '.join(missing)}"
         return None, f"Slurm's controller does not answer within {PROBE_TIMEOUT_S:g} s: `scontrol ping`"
     try:
-        profile = read_site(slurm).replace(versions=versions())
+        return read_site(slurm), ""
     except (RequestError, SlurmError) as error:
         return None, f"the site cannot be read: {error}"
-    # A proof takes a job, which this reading has not run.
-    earlier = site_profile.read()
-    if earlier is not None and earlier[0].cluster == profile.cluster:
-        profile = profile.replace(proofs=earlier[0].proofs, proven=earlier[0].proven)
-    return profile, written(profile)
 
 
-def prove_site(
-    config: JobConfig, nodes: int | None, profile: SiteProfile | None, about_profile: str
-) -> tuple[SiteProfile, str]:
-    """Try the site out by a short run, and write the profile with the proofs. Return it, and a line about it.
-
-    Raises RequestError without Slurm, or inside of a job.
-    """
+def prove_site(config: JobConfig, nodes: int | None, profile: SiteProfile | None, why_none: str) -> list[Proof]:
+    """Try the site out by a short run. Raises RequestError without Slurm, or inside of a job."""
     if profile is None:
-        raise RequestError(f"toolkit doctor --prove needs Slurm: {about_profile}")
+        raise RequestError(f"toolkit doctor --prove needs Slurm: {why_none}")
     if "SLURM_JOB_ID" in os.environ:
         raise RequestError("toolkit doctor --prove submits a job of its own: call it on a login node")
     part = profile.partition(config.cluster.partition)
     count = nodes or min(2, max(1, part.nodes if part else 2))
-    proofs, took_s = prove(config, count, profile)
-    log.info("the proofs took %.0f s", took_s)
-    profile = profile.replace(proofs=tuple(proofs), proven=round(time.time(), 3))
-    return profile, written(profile)
-
-
-def written(profile: SiteProfile) -> str:
-    """Write the profile. Return a line that says where, or why not."""
-    try:
-        return f"site profile: {site_profile.write(profile)}"
-    except OSError as error:
-        return f"site profile: not written: {error.filename or ''}: {error.strerror}"
+    return prove(config, count, profile.requeue_delay_s)
 
 
 def _folder() -> Path:
@@ -283,10 +258,10 @@ def lines(profile: SiteProfile) -> Iterator[str]:
     yield from (f"note: {note}" for note in profile.notes)
 
 
-def proof_lines(profile: SiteProfile) -> Iterator[str]:
+def proof_lines(proofs: Sequence[Proof]) -> Iterator[str]:
     """Yield a line for each proof."""
-    width = max((len(proof.name) for proof in profile.proofs), default=0)
-    for proof in profile.proofs:
+    width = max(len(proof.name) for proof in proofs)
+    for proof in proofs:
         yield f"{_MARKS[proof.is_proven]:<9}  {proof.name:<{width}}  {proof.text}".rstrip()
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from toolkit.base import fsio, logs
 from toolkit.base.durations import in_units
@@ -17,7 +18,6 @@ from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.config import JobConfig
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured, submit_follower
-from toolkit.plugins.site.site_profile import Proof, SiteProfile
 from toolkit.run.records import ownership
 from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S
 from toolkit.run.submission.handle import Run
@@ -37,8 +37,10 @@ LATE_S = 1.0
 log = logs.get(__name__)
 
 
-def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Proof], float]:
-    """Try the site out on ``nodes`` nodes; return the proofs and the seconds it took. Raises SlurmError.
+def prove(config: JobConfig, nodes: int, requeue_delay_s: float) -> list[Proof]:
+    """Try the site out on ``nodes`` nodes; return the proofs. Raises SlurmError.
+
+    A requeued job may start again after ``requeue_delay_s`` seconds.
 
     A run that has proven all is removed; else its folder is kept, and named in the log.
     """
@@ -48,7 +50,7 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
     run = submit_foreign(config, [sys.executable, "-m", "toolkit.plugins.site.proof_rank"], "slurm")
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
     log.info("its way back and the job that follows it may wait in the queue for %s each", in_units(QUEUE_S))
-    trial = _ProofRun(run, profile)
+    trial = _ProofRun(run, requeue_delay_s)
     # Also Ctrl-C must leave no job behind.
     try:
         trial.play()
@@ -60,15 +62,25 @@ def prove(config: JobConfig, nodes: int, profile: SiteProfile) -> tuple[list[Pro
             fsio.remove_tree(run.dir.path)
     else:
         log.warning("the run is kept: %s; `toolkit why %s`", run.dir.path, run.id)
-    return proofs, time.monotonic() - began
+    log.info("the proofs took %.0f s", time.monotonic() - began)
+    return proofs
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Something that a job has tried out. ``is_proven`` is None where it could not be tried."""
+
+    name: str
+    is_proven: bool | None
+    text: str
 
 
 class _ProofRun:
     """One run, from its start to the end of the job that follows it."""
 
-    def __init__(self, run: Run, profile: SiteProfile) -> None:
+    def __init__(self, run: Run, requeue_delay_s: float) -> None:
         self.proofs: list[Proof] = []
-        self._run, self._dir, self._profile = run, run.dir, profile
+        self._run, self._dir, self._requeue_delay_s = run, run.dir, requeue_delay_s
         self._slurm = Slurm()
         self._follower: str | None = None
         self._ask_at = time.monotonic() + ASK_SLURM_EVERY_S
@@ -123,13 +135,13 @@ class _ProofRun:
         text = f"seen {visible:.1f} s late"
         if visible < LATE_S:
             text = f"seen on the other node within {visible * 1000:.0f} ms"
-        self._add("renamed files", visible < LATE_S, text, {"visible_s": visible})
+        self._add("renamed files", visible < LATE_S, text)
         torn = folder["torn"]
         text = "no read was torn" if not torn else f"{torn:.0f} reads found a file half written, or missing"
-        self._add("atomic replacement", not torn, text, {"torn": torn})
+        self._add("atomic replacement", not torn, text)
         text = "hold on the other node, too" if folder["lock_held"] else "do not hold on the other node"
         self._add("file locks", bool(folder["lock_held"]), text)
-        self._add("file times", abs(ahead) < LATE_S, f"{ahead:+.2f} s against a node's clock", {"ahead_s": ahead})
+        self._add("file times", abs(ahead) < LATE_S, f"{ahead:+.2f} s against a node's clock")
 
     def _stop_by_signal(self) -> bool:
         """Send the signal that Slurm sends before a time limit. True if the attempt has saved and ended."""
@@ -140,21 +152,21 @@ class _ProofRun:
         has_saved = bool(attempts) and (attempts[0].step_end or 0) > 0
         took_s = time.monotonic() - sent
         text = f"USR2 came; saved and stopped in {took_s:.1f} s" if has_saved else self._why()
-        self._add("signals", has_saved, text, {"stop_s": took_s} if has_saved else {})
+        self._add("signals", has_saved, text)
         return has_saved
 
     def _come_back(self) -> None:
         """Wait until the run has come back and ended well. A requeue or a follow-up job brings it back."""
-        ended, name = time.monotonic(), "coming back"
-        self._await(self._is_over, self._profile.requeue_delay_s + RETURN_S, lambda: self._run.job_now)
-        attempts, took_s = self._dir.attempts(), time.monotonic() - ended
+        name = "coming back"
+        self._await(self._is_over, self._requeue_delay_s + RETURN_S, lambda: self._run.job_now)
+        attempts = self._dir.attempts()
         if len(attempts) < 2 or not attempts[1].step_start:
             self._add(name, False, self._why())
             return
         is_requeued = attempts[1].job_id == attempts[0].job_id
         waited_s = max(0.0, attempts[1].started - attempts[0].ended)
         way = "requeued" if is_requeued else f"by a follow-up job (requeue is forbidden), {attempts[1].job_id}"
-        self._add(name, True, f"{way}; started again after {waited_s:.0f} s", {"back_s": waited_s, "ended_s": took_s})
+        self._add(name, True, f"{way}; started again after {waited_s:.0f} s")
 
     def _follow(self, measured: Measured) -> None:
         """Wait for the follow-up job. Where a node may not submit one, submit it from here."""
@@ -177,12 +189,12 @@ class _ProofRun:
             self._add("srun after a loss", False if followed.nodes > 1 else None, why)
             return
         text = f"a step ran on the node that is left after {followed.shrunk_s:.1f} s"
-        self._add("srun after a loss", True, text, {"step_s": followed.shrunk_s})
+        self._add("srun after a loss", True, text)
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _add(self, name: str, is_proven: bool | None, text: str, figures: dict[str, float] | None = None) -> None:
-        self.proofs.append(Proof(name, is_proven, text, figures or {}))
+    def _add(self, name: str, is_proven: bool | None, text: str) -> None:
+        self.proofs.append(Proof(name, is_proven, text))
 
     def _is_over(self) -> bool:
         """True if the run has a result, or no job any more. Slurm is asked rarely."""

@@ -1,4 +1,4 @@
-"""The first defaults of a site: a commented site.yaml. `toolkit init` makes it from the site profile.
+"""The first defaults of a site: a commented site.yaml. `toolkit init` makes it from what Slurm says.
 
 A JSON schema of the config, for editors: they complete keys and words, show what a key is for, and mark mistakes.
 
@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
+from datetime import date
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -25,7 +26,7 @@ from toolkit.cli.keys import about_of, comments_of
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.config.yaml_core import dump
 from toolkit.limits import Limit, OneOf, Range, container_of, hints_of, item_hints, kinds_of, limits_of, words_of
-from toolkit.plugins.site.site_profile import AssociationRecord, PartitionRecord, SiteProfile, date
+from toolkit.plugins.site.site_profile import AssociationRecord, PartitionRecord, SiteProfile
 
 #: Left for the checkpoint and the requeue beside the time that a preemption gives.
 SIGNAL_DELAY_S = ClusterConfig().signal_delay_s
@@ -75,7 +76,7 @@ def _association(profile: SiteProfile, part: PartitionRecord) -> AssociationReco
 
 def _head(profile: SiteProfile) -> Iterator[str]:
     yield f"# Defaults of the cluster {profile.cluster}, for every job of yours: a job's own config and arguments win."
-    yield f"# Made by `toolkit init` from what Slurm {profile.slurm} said on {date(profile.made)}. Edit it as you like."
+    yield f"# Made by `toolkit init` from what Slurm {profile.slurm} said on {date.today()}. Edit it as you like."
 
 
 def _cluster(profile: SiteProfile, part: PartitionRecord, account: AssociationRecord | None) -> Iterator[str]:

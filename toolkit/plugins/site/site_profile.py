@@ -1,11 +1,7 @@
-"""The site profile: what `toolkit doctor` has read and proven of a cluster.
+"""Reads a cluster as one user sees it: its settings, partitions, accounts and QOS, as far as a normal user may.
 
-It is a dated file of the user, and lies beside the site's defaults (``$TOOLKIT_SITE``, else ``~/.config/toolkit``). A
-profile that is damaged, old or of another cluster is named in the log, and never the reason that something fails.
-
-A cluster's limits and settings are read as far as a normal user may. It takes a handful of calls, none of them per job
-or node. What cannot be read is a note in the profile, and never an error: accounting may be off, sacctmgr missing or
-denied.
+It takes a handful of calls, none of them per job or node. What cannot be read is a note, and never an error: accounting
+may be off, sacctmgr missing or denied.
 """
 
 from __future__ import annotations
@@ -13,30 +9,17 @@ from __future__ import annotations
 import getpass
 import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from functools import lru_cache
-from pathlib import Path
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
-from toolkit.base import fsio, logs
 from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import RequestError, SlurmError
-from toolkit.files.records import FileRecord, JsonRecord
-from toolkit.files.run_files import Time
 from toolkit.slurm.commands import Slurm, settings_in
-
-#: After this time a profile only warns: sites change their limits.
-OLD_S = 30 * 86_400.0
-FILE_NAME = "site-profile.json"
-
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
-class PartitionRecord(JsonRecord):
+class PartitionRecord:
     """A partition. None: no limit. Sizes are of one node, of the kind that most of its nodes are."""
 
     name: str
@@ -58,7 +41,7 @@ class PartitionRecord(JsonRecord):
 
 
 @dataclass(frozen=True)
-class AssociationRecord(JsonRecord):
+class AssociationRecord:
     """An account that this user may use, perhaps on one partition only."""
 
     account: str
@@ -71,7 +54,7 @@ class AssociationRecord(JsonRecord):
 
 
 @dataclass(frozen=True)
-class QosRecord(JsonRecord):
+class QosRecord:
     """A quality of service, with its limits for one user."""
 
     name: str
@@ -80,24 +63,12 @@ class QosRecord(JsonRecord):
     grace_s: float = 0.0
     max_resources: str | None = None  #: such as ``gres/gpu=8``
     max_submit: int | None = None
-    flags: tuple[str, ...] = ()  #: such as ``PartitionTimeLimit``: the partition's time limit does not hold
 
 
 @dataclass(frozen=True)
-class Proof(JsonRecord):
-    """Something that a job has tried out. ``is_proven`` is None where it could not be tried."""
-
-    name: str
-    is_proven: bool | None = None
-    text: str = ""
-    figures: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SiteProfile(FileRecord):
+class SiteProfile:
     """A cluster as one user sees it."""
 
-    made: Time
     cluster: str
     user: str = ""
     slurm: str = ""  #: version
@@ -120,20 +91,7 @@ class SiteProfile(FileRecord):
     partitions: tuple[PartitionRecord, ...] = ()
     associations: tuple[AssociationRecord, ...] = ()
     qos: tuple[QosRecord, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)  #: of the user's environment, by program
-    proofs: tuple[Proof, ...] = ()
-    proven: Time | None = None  #: when the proofs were made
     notes: tuple[str, ...] = ()  #: what could not be read, and why
-
-    @property
-    def age_s(self) -> float:
-        """Return the seconds since it was made."""
-        return max(0.0, time.time() - self.made)
-
-    @property
-    def is_old(self) -> bool:
-        """True if the site may have changed since."""
-        return self.age_s > OLD_S
 
     def partition(self, name: str | None) -> PartitionRecord | None:
         """Return the partition of this name. Without a name return the default one, None where there is none."""
@@ -149,97 +107,6 @@ class SiteProfile(FileRecord):
         return None if mode == "OFF" else mode
 
 
-def date(moment: float) -> str:
-    """Return a profile's time as text, in local time."""
-    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
-
-
-def folders() -> list[Path]:
-    """Return the folders that may hold the profile, the site file's own first."""
-    named = os.environ.get("TOOLKIT_SITE")
-    own = fsio.expand("~/.config/toolkit")
-    return [Path(named).absolute().parent, own] if named else [own]
-
-
-def write(profile: SiteProfile) -> Path:
-    """Write the profile and return its path. Raises OSError where no folder takes it."""
-    *others, own = folders()
-    for folder in others:
-        try:
-            return _write(folder, profile)
-        except OSError as error:  # such as a site file that all users share
-            log.info("%s cannot be written (%s): the profile goes to %s", folder, error.strerror, own)
-    return _write(own, profile)
-
-
-def _write(folder: Path, profile: SiteProfile) -> Path:
-    fsio.make_dir(folder, parents=2)
-    fsio.write_json(folder / FILE_NAME, profile.to_json())
-    return folder / FILE_NAME
-
-
-def read() -> tuple[SiteProfile, Path] | None:
-    """Return the newest profile and its path; None without one. A damaged one is named in the log."""
-    found = []
-    for folder in folders():
-        path = folder / FILE_NAME
-        try:
-            profile = SiteProfile.read_or_none(path)
-        except OSError as error:
-            log.warning("%s cannot be read: %s", path, error.strerror)
-            continue
-        if profile is not None:
-            found.append((profile, path))
-    return max(found, key=lambda pair: pair[0].made, default=None)
-
-
-def of_cluster(cluster: str) -> SiteProfile | None:
-    """Return the profile of this cluster; None without one. Old ones, and those of other clusters, are named."""
-    found = read()
-    if found is None:
-        return None
-    profile, path = found
-    if profile.cluster != cluster:
-        log.warning("%s is of the cluster %s, and this is %s: not used; %s", path, profile.cluster, cluster, _ANEW)
-        return None
-    if profile.is_old:
-        log.warning("%s is %d days old; %s", path, profile.age_s // 86_400, _ANEW)
-    return profile
-
-
-_ANEW = "`toolkit doctor --site` reads the site anew"
-
-
-def profile_here() -> SiteProfile | None:
-    """Return the profile of the cluster that jobs are submitted to, if there is one."""
-    # Slurm is asked only if there is a profile to compare its answer with.
-    if read() is None:
-        return None
-    try:
-        return of_cluster(cluster_name())
-    except SlurmError as error:
-        log.debug("the site profile is not used: %s", error)
-        return None
-
-
-@lru_cache(maxsize=1)
-def cluster_name() -> str:
-    """Return the cluster's name. Cached: a process may submit many jobs. Raises SlurmError."""
-    return Slurm().settings().cluster
-
-
-def expedites() -> bool | None:
-    """True if jobs may ask for ``--requeue=expedite`` here. None where no profile tells, or an old one."""
-    profile = profile_here()
-    return None if profile is None or profile.is_old else profile.expedites
-
-
-def preempt_modes(cluster: str, names: Sequence[str]) -> list[str]:
-    """Return the preemption modes of these QOS: ``cluster`` for one without its own. Empty without a profile."""
-    profile = of_cluster(cluster)
-    return [qos.preempt_mode or "cluster" for qos in profile.qos if qos.name in names] if profile else []
-
-
 #: What the toolkit calls. Without these two nothing can be read; the others are named if they are missing.
 NEEDED = ("scontrol", "sbatch")
 USED = (*NEEDED, "srun", "squeue", "scancel", "sinfo")
@@ -249,7 +116,7 @@ CRED_EXPIRE_S = 120.0
 Answer = TypeVar("Answer")
 Partitions: TypeAlias = tuple[PartitionRecord, ...]
 #: By partition, fields of its record.
-Shapes: TypeAlias = dict[str, dict[str, int | str | None]]
+Shapes: TypeAlias = dict[str, dict[str, Any]]
 
 
 def missing_programs(slurm: Slurm) -> list[str]:
@@ -286,11 +153,12 @@ class _SiteReader:
         parts = self._try("the partitions", lambda: _partitions(self._ask(*_SCONTROL)), none)
         plugins = self._try("srun's MPI plugins", lambda: _mpi_plugins(self._ask("srun", "--mpi=list")), no_plugins)
         expedites = profile.expedites and self._try("sbatch's options", self._slurm.expedites, False)
-        profile = profile.replace(
+        profile = replace(
+            profile,
             user=_user_name(),
             expedites=expedites,
             mpi_plugins=plugins,
-            partitions=tuple(part.replace(**shapes.get(part.name, {})) for part in parts),
+            partitions=tuple(replace(part, **shapes.get(part.name, {})) for part in parts),
         )
         if profile.accounting != "off":
             # The first failure is enough: each call would wait for the same database.
@@ -303,14 +171,15 @@ class _SiteReader:
                 first = str(error).splitlines()
                 reason = first[1].strip() if len(first) > 1 else first[0]
                 self._notes.append(f"accounts and QOS cannot be read: {reason}")
-                profile = profile.replace(accounting=f"no answer: {reason}")
+                profile = replace(profile, accounting=f"no answer: {reason}")
             else:
-                profile = profile.replace(
+                profile = replace(
+                    profile,
                     associations=tuple(_association(row) for row in rows),
                     default_account=next((row[0] for row in default if row[0]), None),
                     qos=tuple(_qos(row) for row in qos),
                 )
-        return profile.replace(notes=tuple(self._notes))
+        return replace(profile, notes=tuple(self._notes))
 
     def _table(self, what: str, columns: Sequence[str], *where: str) -> list[list[str]]:
         wide = f"format={','.join(columns)}"
@@ -355,7 +224,6 @@ def _of_config(text: str) -> SiteProfile:
         limits = [kind for kind in kinds if pairs.get(f"Constrain{kind}", "").lower() == "yes"]
         cgroup = f"{plugin}, constrains {', '.join(limits)}" if limits else plugin
     return SiteProfile(
-        made=round(time.time(), 3),  # as the file has it
         cluster=settings.cluster,
         slurm=pairs.get("SLURM_VERSION", ""),
         can_requeue=pairs.get("JobRequeue", "1") != "0",
@@ -452,7 +320,7 @@ def _mpi_plugins(text: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------- sacctmgr
 
 _ASSOCIATION = ("Account", "Partition", "QOS", "DefaultQOS", "MaxJobs", "MaxSubmitJobs", "MaxWall")
-_QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser", "Flags")
+_QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser")
 
 
 def _association(row: Sequence[str]) -> AssociationRecord:
@@ -469,7 +337,7 @@ def _association(row: Sequence[str]) -> AssociationRecord:
 
 
 def _qos(row: Sequence[str]) -> QosRecord:
-    name, wall, mode, grace, resources, submit, flags = row
+    name, wall, mode, grace, resources, submit = row
     return QosRecord(
         name=name,
         time_limit_s=parse_slurms(wall),
@@ -477,5 +345,4 @@ def _qos(row: Sequence[str]) -> QosRecord:
         grace_s=parse_slurms(grace) or 0.0,
         max_resources=resources or None,
         max_submit=_number(submit),
-        flags=tuple(filter(None, flags.split(","))),
     )

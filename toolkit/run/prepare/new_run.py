@@ -106,9 +106,11 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
     configs.validate(config, project=project, goes_on=goes_on)
     if executor == "slurm":
-        from toolkit.plugins.site.site_limits import check_site
+        from toolkit.plugins.site.reservations import holding_back
 
-        check_site(config)
+        for part in config.cluster.parts:
+            if text := holding_back(part):
+                log.warning("%s", text)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is None:

@@ -160,10 +160,6 @@ def _may_expedite(config: JobConfig) -> bool:
     flags = {str(key).replace("_", "-") for key in config.cluster.extra}
     if flags & {"requeue", "no-requeue"}:
         return False
-    from toolkit.plugins.site import site_profile
-
-    if (known := site_profile.expedites()) is not None:
-        return known
     try:
         return Slurm().expedites()
     except SlurmError as error:
