@@ -1,21 +1,25 @@
 """``config.params``, the job's own keys: the job's dataclass filled with them, and as single values.
 
-The dataclass is read from its file without an import: fields, types, literal defaults and comments. So the login node
-knows the keys of a job that imports torch, in milliseconds. Each dataclass found becomes one with the same fields, and
-the rest of this package treats it like those of schema.py.
+The dataclass is cut out of its file and run alone. So the login node knows the keys of a job that imports torch, in
+milliseconds. Each dataclass found becomes one with the same fields, plain types and the comments of the source, and the
+rest of this package treats it like those of schema.py.
 """
 
 from __future__ import annotations
 
 import ast
+import collections.abc
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy, deepcopy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
-from functools import lru_cache, reduce
-from types import MappingProxyType, NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from functools import lru_cache, partial, reduce
+from types import MappingProxyType, ModuleType, NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from toolkit import limits
 from toolkit.base.errors import ConfigError, nearest
@@ -72,13 +76,7 @@ def leaves(values: Mapping[str, Any], key: str = "params") -> Iterator[tuple[str
             yield f"{key}.{name}", value
 
 
-_SCALARS = {kind.__name__: kind for kind in limits.SCALARS}
-_LISTS = ("list", "typing.List", "typing.Sequence", "collections.abc.Sequence")
-_TUPLES = ("tuple", "typing.Tuple")
-_MAPPINGS = ("dict", "typing.Dict", "typing.Mapping", "collections.abc.Mapping")
-_ENUMS = ("enum.Enum", "enum.StrEnum", "enum.IntEnum")
-_MARKERS = ("dataclasses.KW_ONLY",)
-_EMPTY: dict[str, Any] = {"list": [], "dict": {}, "tuple": ()}
+_IMPORTS = (ast.Import, ast.ImportFrom)
 _TYPES = (
     "int, float, bool, str, None, Literal[...], list[...], tuple[...] and dict[str, ...] of these, `X | None`, an Enum "
     "or a dataclass of this file"
@@ -91,7 +89,7 @@ class Declared:
 
     comment: str
     place: str  #: file and line
-    default: Any  #: the plain default, MISSING where there is none; of a section what differs from its own defaults
+    default: Any  #: the plain default, MISSING where there is none; of a section the values by key
 
 
 def declared(f: Any) -> Declared:
@@ -104,23 +102,19 @@ def declared(f: Any) -> Declared:
 def dataclass_in(source: PythonSource, name: str) -> type | None:
     """Return a dataclass with the fields of the class ``name`` of ``source``. None if that is no dataclass.
 
-    Raises ConfigError, with the line, for a field whose type or default cannot be known without running the file.
+    Raises ConfigError, with the line, for a field whose type or default no config can hold, or that needs more of the
+    file than its constants, enums and dataclasses.
     """
     node = source.classes.get(name)
-    return _DataclassReader(source).made(node) if node is not None and is_decorated(source, node) else None
+    return _DataclassReader(source, node).read() if node is not None and _is_dataclass(source, node) else None
 
 
-def is_decorated(source: PythonSource, node: ast.ClassDef) -> bool:
-    """True if the class has the decorator ``@dataclass``."""
-    return _decorator(source, node) is not None
+def _is_dataclass(source: PythonSource, node: ast.ClassDef) -> bool:
+    return any(map(partial(_is_decorator, source), node.decorator_list))
 
 
-def _decorator(source: PythonSource, node: ast.ClassDef) -> ast.expr | None:
-    for decorator in node.decorator_list:
-        called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if source.full_name(called) == "dataclasses.dataclass":
-            return decorator
-    return None
+def _is_decorator(source: PythonSource, node: ast.expr) -> bool:
+    return source.full_name(node.func if isinstance(node, ast.Call) else node) == "dataclasses.dataclass"
 
 
 def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -140,216 +134,186 @@ def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingPr
 
 
 class _DataclassReader:
-    """A reader of the dataclasses and enums of one file."""
+    """Runs a dataclass of a file with the constants, enums and dataclasses that it uses, and nothing else of the file.
 
-    def __init__(self, source: PythonSource) -> None:
-        self._source = source
+    Of what the file imports only the standard library is there: the rest may take seconds.
+    """
+
+    def __init__(self, source: PythonSource, node: ast.ClassDef) -> None:
+        self._source, self._node = source, node
+        self._module = ModuleType(f"the dataclasses of {source.path}")
+        self._names = self._module.__dict__
         self._made: dict[str, type] = {}
         self._in_work: list[str] = []
 
-    def made(self, node: ast.ClassDef) -> type:
-        """Return the dataclass made from the class ``node``."""
-        # Classes may use each other as types; one that leads back to itself has no end.
-        if node.name in self._made:
-            return self._made[node.name]
-        if node.name in self._in_work:
-            raise self._error(node, f"{node.name} contains itself, and a config has an end: take that field out")
-        self._in_work.append(node.name)
-        bases: list[type] = []
-        for base in node.bases:
-            above = self._source.classes.get(self._source.full_name(base))
-            if above is not None and is_decorated(self._source, above):
-                bases.append(self.made(above))
-            elif self._source.full_name(base) != "object":
-                raise self._error(
-                    node,
-                    f"{node.name} has the base {ast.unparse(base)}, which is no dataclass of this file: what fields it "
-                    "gives cannot be known without importing it; write them here",
-                )
-        decorator = _decorator(self._source, node)
-        # Fields are keyword-only with kw_only=True, or after a KW_ONLY marker.
-        is_keyword = isinstance(decorator, ast.Call) and any(
-            keyword.arg == "kw_only" and ast.unparse(keyword.value) == "True" for keyword in decorator.keywords
-        )
-        made_fields: dict[str, tuple[str, Any, Any]] = {}
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                is_keyword = is_keyword or self._source.full_name(statement.annotation) in _MARKERS
-                made_field = self._field(statement, statement.target.id, is_keyword)
-                if made_field is not None:
-                    made_fields[statement.target.id] = made_field
-        # make_dataclass merges and orders the fields as Python does, and refuses the same mistakes.
+    def read(self) -> type:
+        """Return the dataclass with plain types and defaults."""
+        module = ast.Module(self._needed(), [])
+        # Annotations stay texts until they are asked for: classes may use each other as types in any order.
+        flags = annotations.compiler_flag
+        code = compile(ast.fix_missing_locations(module), str(self._source.path), "exec", flags, dont_inherit=True)
+        sys.modules[self._module.__name__] = self._module  # dataclasses look their types up there
         try:
-            made = make_dataclass(node.name, made_fields.values(), bases=tuple(bases))
-        except TypeError as error:
-            raise self._error(node, f"{node.name}: {error}: Python refuses that, too") from None
-        self._in_work.remove(node.name)
-        self._made[node.name] = made
-        return made
+            self._run(lambda: exec(code, self._names), self._node)
+        finally:
+            del sys.modules[self._module.__name__]
+        return self._plain_class(self._names[self._node.name])
 
-    def _field(self, node: ast.AnnAssign, name: str, is_keyword: bool) -> tuple[str, Any, Any] | None:
-        """Return the arguments for ``make_dataclass``; None for an annotation that is not a key."""
-        origin = self._source.full_name(getattr(node.annotation, "value", node.annotation))
-        if origin in (*_MARKERS, "typing.ClassVar"):
-            return None
-        hint = self._hint(node.annotation)
-        # `field(...)` may hold the default, exclude the field, or make it keyword-only.
-        arguments: dict[str | None, ast.expr] = {}
-        value = node.value
-        if isinstance(value, ast.Call) and self._source.full_name(value.func) == "dataclasses.field":
-            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
-            value = arguments.get("default")
-        if "init" in arguments and ast.unparse(arguments["init"]) == "False":
-            return None
-        is_keyword = is_keyword or ("kw_only" in arguments and ast.unparse(arguments["kw_only"]) == "True")
-        default = MISSING
-        if "default_factory" in arguments:
-            default = self._of_factory(arguments["default_factory"], hint)
-        elif value is not None:
-            # Python refuses these defaults, too, but only when it runs the file.
-            if isinstance(value, (ast.List, ast.Dict, ast.Set)) or is_dataclass(hint):
-                factory = f"field(default_factory=lambda: {ast.unparse(value)})"
-                raise self._error(value, f"{name}: all objects would share this default; write {factory}")
-            default = self._default(value, hint)
+    def _run(self, action: Callable[[], T], node: ast.stmt) -> T:
+        """Return what code of the file returns. Raises ConfigError with its line, else with that of ``node``."""
+        try:
+            return action()
+        except Exception as error:
+            path = str(self._source.path)
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            if isinstance(error, NameError):
+                why = (
+                    f"needs {error.name}, and only the constants, enums and dataclasses of this file are read: write "
+                    "the value itself, or null (X | None = None) and compute it in the job"
+                )
+            else:
+                why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"params: {path}, line {lines[-1] if lines else node.lineno}: {why}") from None
+
+    def _needed(self) -> list[ast.stmt]:
+        """Return the statements that the class uses, itself included, imports first, else in the order of the file."""
+        found: dict[str, ast.stmt] = {self._node.name: self._bare(self._node)}
+        queue: list[ast.AST] = [*found.values()]
+        for statement in queue:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.AnnAssign):
+                    queue += _types_in_texts(node.annotation)
+                if isinstance(node, ast.Name) and node.id not in found and (used := self._definition(node.id)):
+                    found[node.id] = used
+                    queue.append(used)
+        return sorted(found.values(), key=lambda each: (not isinstance(each, _IMPORTS), each.lineno))
+
+    def _definition(self, name: str) -> ast.stmt | None:
+        """Return the statement that defines ``name``, if it is one that may be run."""
+        source = self._source
+        if (node := source.classes.get(name)) is not None:
+            is_enum = any(source.full_name(base).startswith("enum.") for base in node.bases)
+            return self._bare(node) if is_enum or _is_dataclass(source, node) else None
+        for statement in source.nodes:
+            if isinstance(statement, _IMPORTS):
+                for alias in statement.names:
+                    module = alias.name if isinstance(statement, ast.Import) else statement.module or ""
+                    is_standard = module.partition(".")[0] in sys.stdlib_module_names
+                    if (alias.asname or alias.name.partition(".")[0]) == name and is_standard:
+                        alone = copy(statement)
+                        alone.names = [alias]
+                        return alone
+        return source.assignments.get(name)
+
+    def _bare(self, node: ast.ClassDef) -> ast.ClassDef:
+        """Return the class with its values alone: methods and other decorators may need what is not there."""
+        body = [each for each in node.body if isinstance(each, ast.Assign) or self._declares_field(each)]
+        decorators = [each for each in node.decorator_list if _is_decorator(self._source, each)]
+        bare = ast.ClassDef(node.name, node.bases, node.keywords, body or [ast.Pass()], decorators)
+        return ast.copy_location(bare, node)
+
+    def _declares_field(self, node: ast.stmt) -> bool:
+        if not isinstance(node, ast.AnnAssign):
+            return False
+        return self._source.full_name(getattr(node.annotation, "value", node.annotation)) != "typing.ClassVar"
+
+    def _plain_class(self, kind: Any) -> type:
+        """Return a dataclass like ``kind`` of the file, with plain types and defaults, and what the source says."""
+        node = self._source.classes[kind.__name__]
+        if node.name in self._in_work:  # a field that leads back to its own class has no end
+            raise self._error(node, f"{node.name} contains itself, and a config has an end: take that field out")
+        if node.name not in self._made:
+            self._in_work.append(node.name)
+            made_fields = [(f.name, *self._field(kind, f)) for f in fields(kind) if f.init]
+            self._made[node.name] = make_dataclass(node.name, made_fields, kw_only=True)
+            self._in_work.remove(node.name)
+        return self._made[node.name]
+
+    def _field(self, kind: Any, f: Any) -> tuple[Any, Any]:
+        """Return type and field for ``make_dataclass``."""
+        node = self._statement_of(kind, f.name)
+        # One by one, for an error to name the line.
+        holder = type("Holder", (), {"__annotations__": {f.name: f.type}})
+        try:
+            hint = self._plain_type(get_type_hints(holder, self._names)[f.name], node)
+        except (NameError, TypeError, AttributeError, SyntaxError):
+            raise self._unknown(node) from None
+        value = f.default
+        if f.default_factory is not MISSING:
+            value = self._run(f.default_factory, node)
+        default = MISSING if value is MISSING else self._plain_value(value, hint, node)
         stands = Declared(self._source.comment_at(node), self._source.place(node), default)
         # A factory for every default: dataclasses refuse a list or a mapping as the default itself.
         factory_of: dict[str, Any] = {} if default is MISSING else {"default_factory": lambda: default}
-        return name, hint, field(kw_only=is_keyword, metadata={"declared": stands}, **factory_of)
+        return hint, field(metadata={"declared": stands}, **factory_of)
 
-    # ------------------------------------------------------------------------------------------------------- defaults
+    def _statement_of(self, kind: Any, name: str) -> ast.AnnAssign:
+        """Return where a dataclass, or one that it derives from, declares a field."""
+        for above in kind.__mro__:
+            for node in self._source.classes[above.__name__].body:
+                if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+                    return node
+        raise AssertionError(name)
 
-    def _of_factory(self, node: ast.expr, hint: Any) -> Any:
-        if isinstance(node, ast.Lambda):
-            return self._default(node.body, hint)
-        name = self._source.full_name(node)
-        if name in _EMPTY and not is_dataclass(hint):
-            return self._plain(node, _EMPTY[name], hint)
-        return self._default(ast.copy_location(ast.Call(node, [], []), node), hint)
-
-    def _default(self, node: ast.expr, hint: Any) -> Any:
-        """Return the plain value of an expression; of ``Sub(width=3)`` its arguments by name."""
-        if is_dataclass(hint):
-            return self._section(node, hint)
-        if isinstance(node, ast.Attribute) and self._words(self._source.full_name(node.value)):
-            return self._plain(node, node.attr, hint)
+    def _plain_value(self, value: Any, hint: Any, node: ast.AnnAssign) -> Any:
+        """Return a default as a config has it; of a dataclass its values by key."""
+        if is_dataclass(hint) and type(value).__name__ == hint.__name__:  # type: ignore[union-attr]
+            hints: dict[str, Any] = get_type_hints(hint)
+            return {name: self._plain_value(getattr(value, name), hints[name], node) for name in hints}
         try:
-            value = ast.literal_eval(node)
-        except (ValueError, TypeError, MemoryError, RecursionError):
-            raise self._error(
-                node,
-                f"the default {ast.unparse(node)} is no literal, and this file is read without being run: write the "
-                "value itself, or null (X | None = None) and compute it in the job",
-            ) from None
-        return self._plain(node, value, hint)
-
-    def _section(self, node: ast.expr, kind: Any) -> dict[str, Any]:
-        # ``Sub(**values)`` does not say which keys it gives.
-        if (
-            not isinstance(node, ast.Call)
-            or self._source.full_name(node.func) != kind.__name__
-            or any(key.arg is None for key in node.keywords)
-        ):
-            raise self._error(node, f"the default {ast.unparse(node)} is no {kind.__name__}(...) with its keys")
-        by_name = {f.name: limits.hints_of(kind)[f.name] for f in fields(kind)}
-        # Positional arguments get their names, so that all defaults can be merged by key.
-        given = dict(zip(by_name, node.args, strict=False))
-        given |= {str(key.arg): key.value for key in node.keywords}
-        if len(node.args) > len(by_name) or not given.keys() <= by_name.keys():
-            raise self._error(node, f"{ast.unparse(node)}: {kind.__name__} has the keys {', '.join(by_name)}")
-        return {key: self._default(value, by_name[key]) for key, value in given.items()}
-
-    def _plain(self, node: ast.expr, value: Any, hint: Any) -> Any:
-        try:
-            return limits.plain(value, hint)
+            return limits.plain(_without_members(value), hint)
         except ValueError as error:
             why = f": it {error}" if str(error) else ""
-            raise self._error(
-                node, f"the default {ast.unparse(node)} does not fit its type {limits.text_of(hint)}{why}"
-            ) from None
+            given = ast.unparse(node.value) if node.value else ""
+            raise self._error(node, f"the default {given} does not fit its type {limits.text_of(hint)}{why}") from None
 
-    # ---------------------------------------------------------------------------------------------------------- types
-
-    def _hint(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and node.value is None:
-            return NoneType
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            try:
-                tree = ast.parse(node.value, mode="eval")
-            except (SyntaxError, ValueError):
-                raise self._unknown(node) from None
-            # Errors name the line in the file, not the line in the text.
-            for inner in ast.walk(tree):
-                ast.copy_location(inner, node)
-            return self._hint(tree.body)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return self._union(node, [node.left, node.right])
-        # From here on the type is a name, or a name with [...].
-        name = self._source.full_name(node)
-        if name in _SCALARS:
-            return _SCALARS[name]
-        if name == "typing.Any":
-            return Any
-        if allowed := self._words(name):
-            return Literal[allowed]
-        if name in self._source.classes and is_decorated(self._source, self._source.classes[name]):
-            return self.made(self._source.classes[name])
-        if isinstance(node, ast.Subscript):
-            return self._generic(node)
-        if name in self._source.assigned and name not in self._in_work:  # such as Size = int | None
-            self._in_work.append(name)
-            hint = self._hint(self._source.assigned[name])
-            self._in_work.remove(name)
+    def _plain_type(self, hint: Any, node: ast.AnnAssign) -> Any:
+        """Return a type as configs have it: an Enum is one of its names, a sequence a list."""
+        origin, args = get_origin(hint), get_args(hint)
+        if hint in (*limits.SCALARS, NoneType, Any):
             return hint
+        if origin is Literal and all(isinstance(word, (*limits.SCALARS, NoneType)) for word in args):
+            return hint
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            return Literal[tuple(hint.__members__)]
+        if is_dataclass(hint) and self._names.get(hint.__name__) is hint:  # type: ignore[union-attr]
+            return self._plain_class(hint)
+        items = [each if each is ... else self._plain_type(each, node) for each in args]
+        if any(is_dataclass(each) for each in items):
+            text = ast.unparse(node.annotation)
+            raise self._error(node, f"{text}: a dataclass is a section of its own, not in a list or with |")
+        if origin in (Union, UnionType):
+            return reduce(operator.or_, items)
+        if origin is tuple:
+            return tuple[tuple(items)]  # type: ignore[misc]
+        if origin in (list, collections.abc.Sequence):
+            return list[items[0]]  # type: ignore[valid-type]
+        if origin in (dict, collections.abc.Mapping) and args[0] is str:
+            return dict[str, items[1]]  # type: ignore[valid-type]
         raise self._unknown(node)
 
-    def _generic(self, node: ast.Subscript) -> Any:
-        name = self._source.full_name(node.value)
-        args = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if name == "typing.Literal":
-            try:
-                allowed = tuple(ast.literal_eval(arg) for arg in args)
-            except ValueError:
-                raise self._unknown(node) from None
-            return Literal[allowed]
-        if name == "typing.Optional":
-            return self._union(node, [*args, ast.copy_location(ast.Constant(None), node)])
-        if name == "typing.Union":
-            return self._union(node, args)
-        if name in _LISTS and len(args) == 1:
-            return list[self._item(args[0])]  # type: ignore[misc]
-        if name in _MAPPINGS and len(args) == 2 and self._source.full_name(args[0]) == "str":
-            return dict[str, self._item(args[1])]  # type: ignore[misc]
-        if name in _TUPLES:
-            # tuple[int, ...] takes any number of items.
-            is_open = len(args) == 2 and isinstance(args[1], ast.Constant) and args[1].value is ...
-            items = [self._item(arg) for arg in (args[:1] if is_open else args)]
-            return tuple[(*items, ...)] if is_open else tuple[tuple(items)]  # type: ignore[misc, valid-type]
-        raise self._unknown(node)
-
-    def _item(self, node: ast.expr) -> Any:
-        """Return the type of an item of a list, tuple, mapping or union. It must not be a dataclass."""
-        hint = self._hint(node)
-        if is_dataclass(hint):
-            raise self._error(
-                node, f"{ast.unparse(node)}: a dataclass is a section of its own, not in a list or with |"
-            )
-        return hint
-
-    def _union(self, node: ast.expr, parts: list[ast.expr]) -> Any:
-        return reduce(operator.or_, map(self._item, parts))
-
-    def _words(self, name: str) -> tuple[str, ...]:
-        """Return the names of an enum of this file; empty for anything else."""
-        node = self._source.classes.get(name)
-        if node is None or not any(self._source.full_name(base) in _ENUMS for base in node.bases):
-            return ()
-        targets = [
-            target for statement in node.body if isinstance(statement, ast.Assign) for target in statement.targets
-        ]
-        return tuple(t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_"))
-
-    def _unknown(self, node: ast.expr) -> ConfigError:
-        return self._error(node, f"the type {ast.unparse(node)} is none that a config can hold; there are {_TYPES}")
+    def _unknown(self, node: ast.AnnAssign) -> ConfigError:
+        text = f"the type {ast.unparse(node.annotation)} is none that a config can hold; there are {_TYPES}"
+        return self._error(node, text)
 
     def _error(self, node: ast.AST, text: str) -> ConfigError:
         return ConfigError(f"params: {self._source.place(node)}: {text}")
+
+
+def _types_in_texts(annotation: ast.expr) -> Iterator[ast.AST]:
+    """Yield the types that an annotation has as texts, but not the words of a Literal."""
+    subscripts = [node for node in ast.walk(annotation) if isinstance(node, ast.Subscript)]
+    words = {word for node in subscripts if "Literal" in ast.unparse(node.value) for word in ast.walk(node.slice)}
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in words:
+            with suppress(SyntaxError, ValueError):
+                yield ast.parse(node.value, mode="eval")
+
+
+def _without_members(value: Any) -> Any:
+    """Return the value with the names of enums' members in their place."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_without_members, value))
+    return {key: _without_members(each) for key, each in value.items()} if isinstance(value, dict) else value

@@ -84,12 +84,12 @@ class PythonSource:
         self.nodes = [*ast.walk(self.tree)]
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
-        #: The expressions assigned to names at the top level; of several for one name the last.
-        self.assigned: dict[str, ast.expr] = {}
+        #: The assignments to names at the top level; of several to one name the last.
+        self.assignments: dict[str, ast.stmt] = {}
         for node in self.tree.body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self.assigned |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+                self.assignments |= {target.id: node for target in targets if isinstance(target, ast.Name)}
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
