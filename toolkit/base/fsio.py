@@ -244,6 +244,22 @@ def append_json_line(path: Path, value: Any) -> None:
         os.close(fd)
 
 
+def append_shared_line(path: Path, value: Any) -> None:
+    """Append ``value`` as one JSON line to a file of many writers, in one write. Nothing in it is removed.
+
+    A line that another writer has left unfinished is ended first: its reader skips it.
+    """
+    line = json_line(value)
+    fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(fd).st_size
+        is_unfinished = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        os.write(fd, b"\n" + line if is_unfinished else line)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class PatientLines:
     """JSON lines of a file, kept in memory while the disk does not take them. A full disk must not end a training."""
 

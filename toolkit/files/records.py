@@ -308,8 +308,11 @@ def read_or_none(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """Return the values in the lines of ``path``; none of a missing file. Raises DamagedFileError."""
+def read_lines(path: Path, kind: type[T], *, skips_damage: bool = False) -> list[T]:
+    """Return the values in the lines of ``path``; none of a missing file. Raises DamagedFileError.
+
+    With ``skips_damage``, for a file of many writers, lines that do not fit are left out, with a warning for the first.
+    """
     try:
         with _refused(str(path)):
             raw = _read_bytes(path, reading.LONG_BYTES)
@@ -317,9 +320,17 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
         return []
     found: list[T] = []
     *whole, last = raw.split(b"\n")
+    damage: DamagedFileError | None = None
     for number, line in enumerate(whole, 1):
-        with _refused(f"{path}, line {number},"):
-            found.append(decode(kind, _parse(line)))
+        try:
+            with _refused(f"{path}, line {number},"):
+                found.append(decode(kind, _parse(line)))
+        except DamagedFileError as error:
+            if not skips_damage:
+                raise
+            damage = damage or error
+    if damage is not None:
+        warn_once(f"{str(damage).removesuffix(_ADVICE)}; lines that do not fit are left out")
     # The last line has no line break: it counts if only that is missing.
     with contextlib.suppress(TornFileError), _refused(f"{path}, the last line,"):
         found.append(decode(kind, _parse(last)))

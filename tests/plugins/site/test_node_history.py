@@ -59,14 +59,14 @@ def test_what_is_old_is_left_out_and_a_full_disk_costs_the_note_only(
 ) -> None:
     old, new = run_in(tmp_path), run_in(tmp_path)
     long_ago = {"version": 1, "host": "n2", "run": old.id, "time": time.time() - 31 * 86_400, "why": "a hang"}
-    fsio.append_json_line(tmp_path / FILE, long_ago)
+    fsio.append_shared_line(tmp_path / FILE, long_ago)
     node_history.note(new, {"n2": "it was lost"})
     assert node_history.doubtful(tmp_path) == {}
 
     def full(path: Path, line: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fsio, "append_json_line", full)
+    monkeypatch.setattr(fsio, "append_shared_line", full)
     node_history.note(new, {"n2": "it was lost"})
     assert "cannot be noted" in caplog.text
 
@@ -83,3 +83,15 @@ def test_a_history_that_cannot_be_read_now_makes_no_node_doubtful(
     assert plan is not None
     assert plan.hosts == ("n1", "n2", "n3")
     assert "is not known" in caplog.text
+
+
+def test_the_line_of_a_writer_that_died_costs_no_other_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = run_in(tmp_path), run_in(tmp_path)
+    node_history.note(first, {"n2": "it was lost"})
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"version": 1, "host": "n3", "ru')
+    node_history.note(second, {"n2": "a hang"})
+    node_history.note(second, {"n4": "a hang"})
+    assert (tmp_path / FILE).read_text().splitlines()[1] == '{"version": 1, "host": "n3", "ru'
+    assert [*node_history.doubtful(tmp_path)] == ["n2"]
+    assert caplog.text.count(f"{tmp_path / FILE}, line 2, cannot be read") == 1

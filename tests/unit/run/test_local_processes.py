@@ -140,6 +140,22 @@ def test_a_rank_alone_begins_no_run_that_another_process_has(tmp_path: Path, mon
     assert begin(run, monkeypatch) == before.number + 1
 
 
+def test_a_rank_alone_has_no_result_of_before_once_it_is_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, state="completed")
+    run.write_result(RunResult(RunState.COMPLETED, 1, metrics={}))
+    write, seen = RunDir.write_owner, list[object]()
+
+    def write_owner(self: RunDir, owner: OwnerRecord) -> None:
+        seen.append(self.result())
+        write(self, owner)
+
+    monkeypatch.setattr(RunDir, "write_owner", write_owner)
+    begin(run, monkeypatch)
+    assert seen == [None]
+
+
 def test_a_step_of_a_requeued_job_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """submitit and others requeue a job themselves. Before, each start began a new run at step 0."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from toolkit.base import fsio, logs
 from toolkit.base.durations import in_one_unit
 from toolkit.base.errors import DamagedFileError
+from toolkit.files import records
 from toolkit.files.records import FileRecord
 from toolkit.files.run_files import Moment, Word
 from toolkit.files.rundir import RunDir
@@ -42,7 +43,7 @@ def note(run: RunDir, hosts: Mapping[str, str]) -> None:
     try:
         for host, why in hosts.items():
             line = NodeTrouble(host=host, run=run.id, time=time.time(), why=why)
-            fsio.append_json_line(_path(_root(run)), line.to_json())
+            fsio.append_shared_line(_path(_root(run)), line.to_json())
     except OSError as error:
         log.warning("which node ended the attempt cannot be noted: %s", error)
 
@@ -53,7 +54,7 @@ def doubtful(root: Path) -> dict[str, str]:
     Each comes with a line about its attempts and the last reason.
     """
     now, by_host = time.time(), defaultdict[str, list[NodeTrouble]](list)
-    for trouble in NodeTrouble.read_lines(_path(root)):
+    for trouble in records.read_lines(_path(root), NodeTrouble, skips_damage=True):
         if now - trouble.time < REMEMBERED_DAYS * 86_400:
             by_host[trouble.host].append(trouble)
     return {

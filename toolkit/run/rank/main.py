@@ -284,7 +284,9 @@ def _take(run: rundir.RunDir) -> int:
         token = owner.token
     elif owner is not None and run.result() is None:
         _refuse_if_served(run, owner)
-    return ownership.submit_as(run, "debug", ownership.take(run, before), token, serves=True).number
+    number = ownership.take(run, before)
+    run.clear_result()  # before this process is the owner: who knows of it must find no result of before
+    return ownership.submit_as(run, "debug", number, token, serves=True).number
 
 
 def _refuse_if_served(run: rundir.RunDir, owner: OwnerRecord) -> None:
