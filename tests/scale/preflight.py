@@ -22,7 +22,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, ok, preflight
 
-CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
+CHECKS = ("cpus", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
 
 
 class Agents:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -84,16 +83,6 @@ def folder_stale(site: Site) -> Iterator[None]:
 
 
 @contextmanager
-def cpus_taken(site: Site) -> Iterator[None]:
-    """Keep each CPU busy with a loop. One more loop takes the share that this node's ranks are promised."""
-    with ExitStack() as stack:
-        for _ in range((os.cpu_count() or 1) + 1):
-            loop = stack.enter_context(site.box.popen(["sh", "-c", "while :; do :; done"], node=SICK))
-            stack.callback(loop.kill)
-        yield
-
-
-@contextmanager
 def cut_off(site: Site, node: str, *peers: str) -> Iterator[None]:
     """``node`` sends nothing to its peers, and answers nothing that comes from them. Slurm still reaches all."""
     with ExitStack() as stack:
@@ -136,7 +125,6 @@ def test_healthy_nodes_have_no_word_said_of_them(site: Site) -> None:
         (temp_full, "/var/tmp has 0 B"),
         (folder_read_only, "Read-only file system"),
         (folder_stale, "is another folder here than on the batch host, or a stale one"),
-        (cpus_taken, r"CPUs, of which the ranks need 1 \(sh, pid "),
         (without_python, "No such file or directory"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

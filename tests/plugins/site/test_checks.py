@@ -21,7 +21,6 @@ from toolkit.base.errors import ToolkitError
 from toolkit.devices.on_node import Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.node_watch.nvml import is_visible
 from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host
-from toolkit.plugins.site.checks.host import Process, Use
 from toolkit.plugins.site.checks.verdict import Heard, judge
 from toolkit.slurm import network
 
@@ -62,87 +61,6 @@ def test_cgroup_1_has_its_quota_in_two_files(tmp_path: Path) -> None:
         (folder / name).write_text(f"{value}\n")
     groups = "4:memory:/slurm/job_1\n3:cpu,cpuacct:/slurm/job_1\n"
     assert list(host.cpu_quotas(groups, tmp_path)) == [2.0]
-
-
-def strangers(**demand: float) -> dict[Process, float]:
-    return {Process(number, 1, name, 0.0, 0.0): cpus for number, (name, cpus) in enumerate(demand.items(), start=100)}
-
-
-@pytest.mark.parametrize(
-    ("use", "asked", "severity"),
-    [
-        (Use({}, 0.0), 8, "ok"),
-        (Use(strangers(slurmd=0.4), 0.0), 8, "ok"),  # a daemon that wakes up
-        (Use(strangers(backup=1.9), 0.0), 8, "ok"),  # a quarter of a node is where it begins to matter
-        (Use(strangers(backup=2.5), 0.0), 8, "warning"),
-        (Use(strangers(python=4.0), 0.0), 8, "bad"),
-        (Use(strangers(python=4.0), 0.0), 4, "ok"),  # there are four more
-        (Use({}, 6.0), 2, "ok"),  # other jobs on their own CPUs
-        (Use({}, 8.0), 4, "warning"),  # and on ours, which is the site's to forbid
-        (Use(strangers(python=4.0), 4.0), 4, "bad"),
-    ],
-)
-def test_what_finds_no_room_beside_us_is_taken_from_us(use: Use, asked: int, severity: str) -> None:
-    assert host.check_taken(asked, use, online=8).severity == severity
-
-
-def test_the_worst_takers_are_named() -> None:
-    text = host.check_taken(8, Use(strangers(python=8.0, sh=0.01), 0.0), online=8).text
-    assert "python, pid 100 of" in text
-    assert "sh" not in text.split("(")[1].split(":")[0]
-
-
-def tree(**parents: tuple[int, int]) -> dict[int, Process]:
-    """Return processes by id, from ``name=(pid, parent)``."""
-    return {pid: Process(pid, parent, name, 0.0, 0.0) for name, (pid, parent) in parents.items()}
-
-
-def test_what_descends_from_a_slurmstepd_belongs_to_a_job_and_the_rest_does_not() -> None:
-    ours = {"slurmstepd": (10, 1), "us": (11, 10), "child": (12, 11)}
-    table = tree(init=(1, 0), **ours, stepd2=(20, 1), rank=(21, 20), escaped=(30, 1), sshd=(40, 1), shell=(41, 40))
-    table[20] = Process(20, 1, "slurmstepd: [7.0]", 0.0, 0.0)
-    jobs = {10: "7", 11: "7", 12: "7", 21: "8"}
-    use = host.sort_out(dict.fromkeys(table.values(), 1.0), table, 11, "7", jobs.get)
-    assert {process.name for process in use.strangers} == {"escaped", "sshd", "shell"}
-    assert use.other_jobs == 2.0  # the rank of the other job, and its slurmstepd, which hides its environment
-
-
-def test_without_a_job_everybody_but_our_family_is_a_stranger() -> None:
-    table = tree(init=(1, 0), shell=(2, 1), us=(3, 2), nvidia=(4, 3), burner=(5, 1))
-    use = host.sort_out(dict.fromkeys(table.values(), 1.0), table, 3, None)
-    assert {process.name for process in use.strangers} == {"burner"}
-
-
-def test_only_demand_that_lasts_through_every_interval_counts() -> None:
-    looks = [
-        {1: Process(1, 0, "steady", at * 1.0, at), 2: Process(2, 0, "burst", burst, at)}
-        for at, burst in ((0.0, 0.0), (1.0, 5.0), (2.0, 5.0))
-    ]
-    demand = host.steady_demand([*looks[:2], looks[2] | {3: Process(3, 0, "new", 9.0, 2.0)}])
-    assert {process.name: value for process, value in demand.items()} == {"steady": 1.0, "burst": 0.0}
-
-
-def test_a_look_that_takes_long_on_a_busy_node_makes_no_demand_smaller() -> None:
-    """Each process counts from when it was seen. The checks may have to wait anywhere in a look."""
-    looks = [
-        {1: Process(1, 0, "early", at, at), 2: Process(2, 0, "late", at + wait, at + wait)}
-        for at, wait in ((0.0, 0.0), (0.1, 0.5), (0.7, 0.0))
-    ]
-    assert list(host.steady_demand(looks).values()) == pytest.approx([1.0, 1.0])
-
-
-def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
-    """This holds also where the loop gets no CPU. A process that waits for one needs it too."""
-    with subprocess.Popen([sys.executable, "-c", "print('up', flush=True)\nwhile True: pass"], stdout=-1) as loop:
-        assert loop.stdout is not None
-        loop.stdout.readline()
-        before = host.processes()
-        threading.Event().wait(0.3)
-        demand = host.steady_demand([before, host.processes()])
-        loop.kill()
-    (ours,) = (process for process in demand if process.pid == loop.pid)
-    assert demand[ours] == pytest.approx(1.0, abs=0.35)
-    assert ours.parent == os.getpid()
 
 
 # ---------------------------------------------------------------------------------------------------------- storage
@@ -401,10 +319,10 @@ def test_a_node_answers_once_with_all_its_findings_and_its_clock(shared: Path) -
     assert asked < told.began < told.ended < time.time()
     checks = {finding.check for finding in told.findings} - {"gpus", "gpu memory", "infiniband", "memlock"}
     assert checks == {
-        *("network", "look-up", "cpus", "cpus taken", "open files"),
+        *("network", "look-up", "cpus", "open files"),
         *("shared folder", "run folder space", "temp space"),
     }
-    assert {finding.check for finding in told.findings if finding.severity == "bad"} <= {"cpus taken"}
+    assert {finding.check for finding in told.findings if finding.severity == "bad"} == set()
 
 
 def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:

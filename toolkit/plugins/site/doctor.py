@@ -41,7 +41,6 @@ from toolkit.slurm.srun_commands import srun_nodes_argv
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
 COLUMNS = {
     "CPUS": "cpus",
-    "TAKEN": "cpus taken",
     "GPUS": "gpus",
     "GPU MEM": "gpu memory",
     "CORE": speed.CORE,

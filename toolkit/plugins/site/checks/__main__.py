@@ -100,7 +100,6 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
         Check(lambda: _look_up(request), look_up_s, slow),
         asking("gpus", "the driver of the GPUs", lambda: devices.check_gpus(request.gpus, os.environ)),
         quick(lambda: [host.check_cpus(asked)]),
-        quick(lambda: [host.check_taken(asked)]),
         quick(lambda: _check_limits(request.gpus)),
         *([quick(speed.check_speeds)] if request.may_load else []),
         disk("shared folder", runs, lambda: host.check_shared(folder, request.token, name)),

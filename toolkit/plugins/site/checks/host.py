@@ -1,21 +1,18 @@
-"""Checks the limits of this node's processes, its name service, and whether its CPUs are there and free."""
+"""Checks the limits of this node's processes, its name service, its CPUs, and its disks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
-import pwd
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from toolkit.base import fsio, procfs
-from toolkit.plugins.site.checks import Finding, Severity, ok
+from toolkit.base import fsio
+from toolkit.plugins.site.checks import Finding, ok
 
 #: TCPStore looks up its peers' addresses, and each rank waits for that.
 LOOK_UP_WARNING_S = 1.0
@@ -73,13 +70,6 @@ def check_locked_memory(gpus: int, limit: int | None = None) -> Finding:
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-#: Seconds between two of the three looks at the processes. Only demand that lasts through both intervals counts: a
-#: daemon that wakes up is busy in one of them. The kernel counts in nanoseconds, so this interval is enough.
-LOOK_S = 0.12
-#: CPUs that others may take from the ranks before a warning, and before the node is refused: these shares of the CPUs
-#: that the ranks need, but never less than these numbers.
-WARNING_SHARE, WARNING_CPUS = 0.25, 0.5
-BAD_SHARE, BAD_CPUS = 0.5, 0.9
 
 
 def check_cpus(asked: int, usable: float | None = None) -> Finding:
@@ -127,194 +117,6 @@ def cpu_quotas(groups: str, root: Path = CGROUPS) -> Iterator[float]:
                 if words[0] not in ("max", "-1"):
                     yield int(words[0]) / int(words[1])
             folder = folder.parent
-
-
-# ------------------------------------------------------------------------------------------------ who else uses them
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process at one moment.
-
-    ``demand_s`` counts its threads' time on a CPU and their time waiting for one: a starved process needs as much as
-    one that is not. ``seen_s`` is the moment on a monotonic clock: on a busy node we may be made to wait in the middle
-    of a look.
-    """
-
-    pid: int
-    parent: int
-    name: str
-    demand_s: float
-    seen_s: float
-
-
-@dataclass(frozen=True)
-class Use:
-    """CPUs that processes ask for: of no job, by process; and of other jobs together."""
-
-    strangers: Mapping[Process, float]
-    other_jobs: float
-
-
-def check_taken(asked: int, use: Use | None = None, online: int | None = None) -> Finding:
-    """Check whether other processes take the CPUs that the ranks need.
-
-    Only demand that finds no room on the CPUs that we do not ask for counts. Other jobs are the scheduler's business:
-    they are worth a warning where a site does not confine them. Processes outside of any job have escaped from a job
-    that is over, or belong to a user who logged in.
-    """
-    use = measure_use() if use is None else use
-    online = online or os.cpu_count() or 1
-    strangers = sum(use.strangers.values())
-    # Demand that fits on the CPUs which the ranks do not need takes nothing from them.
-    taken = strangers + use.other_jobs - max(0, online - asked)
-    # Only the part that processes of no job take counts against the node.
-    severity = _severity(min(taken, strangers), asked)
-    if severity != "ok":
-        text = (
-            f"processes of no job ask for {strangers:.1f} of its {online} CPUs, of which the ranks need {asked} "
-            f"({_names(use.strangers)}): end them, or have the node drained"
-        )
-        return Finding("cpus taken", severity, f"{strangers:.1f}", text)
-    # What other jobs take is at most a warning: the scheduler has placed them here.
-    if _severity(taken, asked) == "bad":
-        text = (
-            f"other jobs ask for {use.other_jobs:.1f} of its {online} CPUs, of which the ranks need {asked}: the site "
-            "does not confine jobs to their CPUs; ask for whole nodes (cluster.exclusive=true)"
-        )
-        return Finding("cpus taken", "warning", f"{use.other_jobs:.1f}", text)
-    return ok("cpus taken", f"{max(0.0, taken):.1f}")
-
-
-def _severity(cpus: float, asked: int) -> Severity:
-    if cpus >= max(BAD_CPUS, BAD_SHARE * asked):
-        return "bad"
-    return "warning" if cpus >= max(WARNING_CPUS, WARNING_SHARE * asked) else "ok"
-
-
-def _names(users: Mapping[Process, float]) -> str:
-    lines: list[str] = []
-    for process in sorted(users, key=lambda process: -users[process])[:3]:
-        if users[process] >= 0.1:
-            lines.append(f"{process.name}, pid {process.pid} of {_owner(process.pid)}: {users[process]:.1f}")
-    return ", ".join(lines)
-
-
-def _owner(pid: int) -> str:
-    try:
-        uid = (PROC / str(pid)).stat().st_uid
-    except OSError:
-        return "?"
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def measure_use(look_s: float = LOOK_S) -> Use:
-    """Measure the CPUs that the visible processes, except our own, ask for just now."""
-    looks = [processes()]
-    for _ in range(2):
-        time.sleep(look_s)
-        looks.append(processes())
-    return sort_out(steady_demand(looks), looks[-1], os.getpid(), os.environ.get("SLURM_JOB_ID"))
-
-
-def steady_demand(looks: Sequence[Mapping[int, Process]]) -> dict[Process, float]:
-    """Return the CPUs that each process of the last look asked for in every interval."""
-    demand: dict[Process, float] = {}
-    for pid, process in looks[-1].items():
-        if not all(pid in look for look in looks):
-            continue
-        cpus: list[float] = []
-        for sooner, later in itertools.pairwise(look[pid] for look in looks):
-            cpus.append(max(0.0, later.demand_s - sooner.demand_s) / (later.seen_s - sooner.seen_s))
-        demand[process] = min(cpus)
-    return demand
-
-
-def job_of(pid: int) -> str | None:
-    """Return the job of a process by its environment.
-
-    It can be read only for our own user's processes; those of other users belong to other jobs.
-    """
-    try:
-        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((v.decode().partition("=")[2] for v in variables if v.startswith(b"SLURM_JOB_ID=")), None)
-
-
-def sort_out(
-    demand: Mapping[Process, float],
-    table: Mapping[int, Process],
-    us: int,
-    job: str | None,
-    job_of: Callable[[int], str | None] = job_of,
-) -> Use:
-    """Divide the demand into that of strangers and that of other jobs.
-
-    What descends from a slurmstepd belongs to a job, whichever user owns it. Without a slurmstepd above ourselves we
-    are in no job, and every process outside our own family is a stranger.
-    """
-    in_job = _in_step(us, table)
-    # Our ancestors and our descendants.
-    family = set(_ancestors(us, table)) | {pid for pid in table if us in _ancestors(pid, table)}
-    strangers, other_jobs = {}, 0.0
-    for process, cpus in demand.items():
-        if in_job and _in_step(process.pid, table):
-            other_jobs += cpus if job_of(process.pid) != job else 0.0
-        elif process.pid not in family:
-            strangers[process] = cpus
-    return Use(strangers, other_jobs)
-
-
-def _in_step(pid: int, table: Mapping[int, Process]) -> bool:
-    return any(table[ancestor].name.startswith("slurmstepd") for ancestor in _ancestors(pid, table))
-
-
-def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[int]:
-    """Yield the process itself, then its ancestors. A parent outside of our pid namespace is 0."""
-    while pid in table:
-        yield pid
-        pid = table[pid].parent
-
-
-def processes(proc: Path = PROC) -> dict[int, Process]:
-    """Return every process that we can see, by pid."""
-    table: dict[int, Process] = {}
-    for folder in proc.iterdir():
-        if not folder.name.isdigit():
-            continue
-        pid, stat = int(folder.name), procfs.read(folder.name, proc)
-        try:
-            demand_s, seen_s = _scheduled_s(folder), time.monotonic()
-        except OSError:  # it has just ended
-            continue
-        if stat is None:
-            continue
-        # Without schedstat only the time on a CPU is known.
-        if demand_s is None:
-            demand_s = stat.cpu_s
-        table[pid] = Process(pid, stat.parent, stat.name, demand_s, seen_s)
-    return table
-
-
-def _scheduled_s(folder: Path) -> float | None:
-    """Return the seconds on a CPU and in the queue for one, of all threads.
-
-    Returns None if the kernel does not count them.
-    """
-    total_ns = 0
-    for thread in (folder / "task").iterdir():
-        try:
-            run_ns, wait_ns, _ = (thread / "schedstat").read_text().split()
-        except (FileNotFoundError, ProcessLookupError):
-            if (thread / "stat").exists():
-                return None
-            continue  # the thread has just ended
-        total_ns += int(run_ns) + int(wait_ns)
-    return total_ns / 1e9
 
 
 #: With NFS a node may see a new file this much later than the node that wrote it.
