@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 72_160,
-    "files of toolkit/": 397,
-    "classes of toolkit/": 659,
-    "functions of toolkit/": 4987,
-    "lines of the core": 47_255,  # 26 more: `toolkit data tokenize` came from plugins/
+    "lines of toolkit/": 71_980,
+    "files of toolkit/": 396,
+    "classes of toolkit/": 657,
+    "functions of toolkit/": 4976,
+    "lines of the core": 47_284,  # 26 more: `toolkit data tokenize` came from plugins/
     "files of the core": 264,
-    "lines of plugins": 24_905,
-    "files of plugins": 133,
+    "lines of plugins": 24_696,
+    "files of plugins": 132,
     "hooks": 0,
-    "lines of tests/": 84_514,
+    "lines of tests/": 84_448,
     "tests' setattr of a constant": 142,
-    "words of docs": 74_772,
+    "words of docs": 74_799,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

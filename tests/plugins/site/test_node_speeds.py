@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.plugins.site.test_node_history import JOB, run_in
 from toolkit.plugins.site.checks import Finding
-from toolkit.plugins.site.checks.speed import CORE, MEMORY, SPEEDS, best_s, check_speeds
+from toolkit.plugins.site.checks.host import CORE, MEMORY, SPEEDS, best_s, check_speeds
 from toolkit.plugins.site.checks.verdict import Heard, judge
 from toolkit.run.job.nodes import Nodes
 

@@ -28,7 +28,8 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
 from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel, without_label
 from toolkit.nodes.start.srun import parse_srun_line
-from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest, speed
+from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest
+from toolkit.plugins.site.checks.host import CORE, MEMORY
 from toolkit.plugins.site.checks.preflight import LIMIT_S, SharedFolder, command
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
 from toolkit.plugins.site.proof import Proof, prove
@@ -43,8 +44,8 @@ COLUMNS = {
     "CPUS": "cpus",
     "GPUS": "gpus",
     "GPU MEM": "gpu memory",
-    "CORE": speed.CORE,
-    "MEMORY": speed.MEMORY,
+    "CORE": CORE,
+    "MEMORY": MEMORY,
     "RUNS FREE": "run folder space",
     "TEMP FREE": "temp space",
     "CLOCK": "clock",

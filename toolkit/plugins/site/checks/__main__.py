@@ -24,7 +24,6 @@ from toolkit.plugins.site.checks import (
     devices,
     host,
     ok,
-    speed,
 )
 from toolkit.slurm import network
 
@@ -101,7 +100,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
         asking("gpus", "the driver of the GPUs", lambda: devices.check_gpus(request.gpus, os.environ)),
         quick(lambda: [host.check_cpus(asked)]),
         quick(lambda: _check_limits(request.gpus)),
-        *([quick(speed.check_speeds)] if request.may_load else []),
+        *([quick(host.check_speeds)] if request.may_load else []),
         disk("shared folder", runs, lambda: host.check_shared(folder, request.token, name)),
         disk("run folder space", runs, lambda: host.check_space("run folder space", runs)),
         disk("temp space", temporary, lambda: host.check_space("temp space", temporary)),

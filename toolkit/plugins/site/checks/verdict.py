@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from toolkit.base import hostlist
 from toolkit.plugins.site.checks import CheckAnswer, Finding, Severity, ok
-from toolkit.plugins.site.checks.speed import SPEEDS
+from toolkit.plugins.site.checks.host import SPEEDS
 
 #: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
 #: refused.
