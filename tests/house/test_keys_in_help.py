@@ -7,30 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_keys import folder, lines  # noqa: F401
+from tests.command import Command
+from tests.unit.cli.test_keys import folder  # noqa: F401
 from toolkit.cli.keys import FIRST
 from toolkit.config import all_keys
 
 OWN = {"params.width", "params.dropout", "params.block.heads"}
 
 
-@pytest.mark.parametrize("command", ["submit", "run", "supervise", "resume-check"])
-def test_every_key_is_listed_within_the_width_of_a_terminal(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("name", ["submit", "run", "supervise", "resume-check"])
+def test_every_key_is_listed_within_the_width_of_a_terminal(name: str, folder: Path, command: Command) -> None:
     (folder / "c.yaml").write_text(f"job: job.py\nparams: {{width: 3}}\nname: {'n' * 99}\nnotify: [{'x' * 150}]\n")
-    found = lines(capsys, command, "c.yaml", "--help-all")
+    found = command(name, "c.yaml", "--help-all").splitlines()
     assert max(len(line) for line in found if "xxx" not in line and "nnn" not in line) <= 80
     assert names(found) == OWN | set(all_keys()) - {"params"}
 
 
-def test_the_short_page_explains_first_and_set_keys_and_names_all_others(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_short_page_explains_first_and_set_keys_and_names_all_others(folder: Path, command: Command) -> None:
     first = {f"{section}.{name}".lstrip(".") for section, words in FIRST.items() for name in words.split()}
     assert 25 <= len(first) <= 35
     assert first < set(all_keys())
-    found = lines(capsys, "submit", "c.yaml", "train.pruning.amount=0.5", "-h")
+    found = command("submit", "c.yaml", "train.pruning.amount=0.5", "-h").splitlines()
     assert max(map(len, found)) <= 80
     rest = found.index("More keys, by section; --help-all in place of --help shows what they are for:")
     assert names(found[:rest]) == OWN | first | {"train.pruning.amount"}

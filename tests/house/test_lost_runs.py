@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import Command
 from tests.unit.cli.test_cli import run  # noqa: F401
 from tests.unit.run.test_local_processes import UNSEEN, make_run, owned_by, spellings
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
@@ -30,9 +31,8 @@ from toolkit.slurm.jobs import JobStatus
 
 @pytest.mark.parametrize("command", ["status", "why"])
 def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
@@ -47,17 +47,15 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
 
 @pytest.mark.parametrize(("wish", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
 def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
-    wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """The job was cancelled at the moment at which it started."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "queued", "job_id": "7", "updated": time.time()}))
     stop_request.ask(run, wish)
     monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "CANCELLED", None)])
-    assert cli.main(["why", run.id]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("why", run.id)
     assert f"digits/{run.id}: {state}\n  job 7 is over (CANCELLED) and wrote no result" in out
     assert f"next: `toolkit resume {run.id}` starts over, as there is no checkpoint" in out
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from tests.command import Command
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
 from toolkit.cli.new_project import EXAMPLES
 
@@ -18,7 +19,6 @@ from toolkit.cli.new_project import EXAMPLES
 @pytest.fixture(autouse=True)
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -53,11 +53,10 @@ def test_a_new_project_can_be_submitted_as_it_is_and_knows_nothing_of_the_exampl
     ],
 )
 def test_what_cannot_be_made_is_said_and_nothing_is_left(
-    argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], words: str, tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "there").mkdir()
-    assert cli.main(["new", *argv]) == EXIT_REQUEST
-    assert words in capsys.readouterr().err
+    assert words in command.refuses("new", *argv)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 

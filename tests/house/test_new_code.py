@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, RequestError, SlurmError
-from toolkit.cli import main as cli
+from tests.command import Command
+from toolkit.base.errors import EXIT_DONE, ConfigError, RequestError, SlurmError
 from toolkit.cli import show
 from toolkit.config import JobConfig
 from toolkit.files import rundir
@@ -79,23 +79,21 @@ def test_tools_of_the_project_do_not_see_the_copies(project: Path) -> None:
     assert [line for line in listed.stdout.split() if "code" in line] == []
 
 
-def test_a_resume_goes_on_with_the_copy_and_says_what_differs_from_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_goes_on_with_the_copy_and_says_what_differs_from_it(command: Command) -> None:
     run = failed(submit.submit("loop.py", executor="local").dir)
-    assert cli.main(["resume", run.id]) == EXIT_DONE
-    assert "note" not in capsys.readouterr().err
+    assert "note" not in command.ends(EXIT_DONE, "resume", run.id).err
     mend()
     Path("new.py").touch()  # a file that the run does not know
     failed(run)
-    assert cli.main(["resume", run.id]) == EXIT_DONE
-    assert f"note: helper.py in {Path.cwd()} differs from the run's copy" in capsys.readouterr().err
+    err = command.ends(EXIT_DONE, "resume", run.id).err
+    assert f"note: helper.py in {Path.cwd()} differs from the run's copy" in err
     assert (helper(run.code), run.code_number) == ("1", 1)
 
 
-def test_new_code_is_a_second_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_code_is_a_second_copy(command: Command) -> None:
     run = failed(submit.submit("loop.py", executor="local").dir)
     mend()
-    assert cli.main(["resume", run.id, "--code", "train.seed=0"]) == EXIT_DONE
-    assert "note" not in capsys.readouterr().err
+    assert "note" not in command.ends(EXIT_DONE, "resume", run.id, "--code", "train.seed=0").err
     assert (helper(run.code), run.code_number) == ("2", 2)
     assert helper(run.path / ".code/1") == "1"
     other = submit.submit("loop.py", executor="local").dir
@@ -134,7 +132,7 @@ def test_new_code_that_is_refused_or_not_sent_changes_nothing(monkeypatch: pytes
     assert not (run.path / ".code/2").exists()
 
 
-def test_without_the_project_or_a_copy_there_is_no_new_code(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_project_or_a_copy_there_is_no_new_code(project: Path, command: Command) -> None:
     Path("plain.py").write_text("print(1)\n")
     plain = failed(submit.submit("plain.py", executor="local").dir)
     with pytest.raises(RequestError, match=r"--code: run .* has no copy of its script: it runs where it lies"):
@@ -145,7 +143,7 @@ def test_without_the_project_or_a_copy_there_is_no_new_code(project: Path, capsy
     moved = RunDir(project.with_name("moved") / run.path.relative_to(runs.parent))
     with pytest.raises(RequestError, match=r"--code: the folder from which .* is not there any more"):
         resume(moved, code=True)
-    assert cli.main(["resume", str(moved.path), "--code"]) == EXIT_REQUEST
+    command.refuses("resume", str(moved.path), "--code")
 
 
 def test_a_run_is_resumed_in_the_folder_in_which_it_was_submitted(

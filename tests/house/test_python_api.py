@@ -76,7 +76,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with three files, which Python can import."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     (tmp_path / "api_main.py").write_text("def main(config): print(config)\ndef helper(config): ...\n")
     (tmp_path / "api_job.py").write_text("import toolkit\nclass Mine(toolkit.Job): ...\n")
     (tmp_path / "base.yaml").write_text("job: api_main.py\noptim: {lr: 0.5, momentum: 0.5}\n")

@@ -71,7 +71,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     (folder / "ownjobs/job.py").write_text(JOB)
     (folder / "own.yaml").write_text("name: own\njob: ownjobs.job\ndata: {name: synthetic}\ntrain: {epochs: 3}\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return site
 

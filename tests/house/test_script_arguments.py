@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import Command
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
@@ -40,7 +41,6 @@ with toolkit.start() as run:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("TOOLKIT_SITE", str(tmp_path / "site.yaml"))
     (tmp_path / "site.yaml").write_text("{}")
     Path("loop.py").write_text(LOOP)
@@ -97,12 +97,9 @@ def test_python_code_gives_them_as_a_list() -> None:
     ],
 )
 def test_options_of_the_script_before_the_dashes_are_answered_by_the_line_to_write(
-    argv: str, advice: str, capsys: pytest.CaptureFixture[str]
+    argv: str, advice: str, command: Command
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(argv.split())
-    assert ended.value.code == EXIT_REQUEST
-    assert f"\n    {advice}\n" in capsys.readouterr().err
+    assert f"\n    {advice}\n" in command.refuses(*argv.split())
     args = cli.parse(cli.build_parser(), advice.split()[1:])  # what it says can be written
     assert args.words == advice.partition(" -- ")[2].split()
 
@@ -128,24 +125,17 @@ def test_options_of_the_script_before_the_dashes_are_answered_by_the_line_to_wri
         ("submit own.py --nodes 2", "toolkit submit own.py -- --nodes 2"),
     ],
 )
-def test_options_of_sbatch_are_answered_by_their_keys(
-    argv: str, advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_sbatch_are_answered_by_their_keys(argv: str, advice: str, command: Command) -> None:
     Path("own.py").write_text("import argparse\nargparse.ArgumentParser().add_argument('--nodes')\n")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(argv.split())
-    assert ended.value.code == EXIT_REQUEST
-    assert f"\n    {advice}" in capsys.readouterr().err
+    assert f"\n    {advice}" in command.refuses(*argv.split())
 
 
-def test_a_resume_keeps_the_arguments_and_may_change_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_keeps_the_arguments_and_may_change_one(command: Command) -> None:
     run = toolkit("submit", "loop.py", "--executor", "local", "--", "--epochs", "3", "--amp")
     ended = RunResult.from_json({"state": "completed", "why": ""})
     run.write_result(ended)
-    assert cli.main(["resume", run.id, "train.epochs=20"]) == EXIT_REQUEST  # a loop does not read it
-    assert "train.epochs: loop.py does not read it" in capsys.readouterr().err
-    assert cli.main(["resume", run.id, "train.seed=1"]) == EXIT_REQUEST  # it makes the run no longer
-    assert f"`toolkit resume {run.id} args.NAME=VALUE` goes on" in capsys.readouterr().err
+    assert "train.epochs: loop.py does not read it" in command.refuses("resume", run.id, "train.epochs=20")
+    assert f"`toolkit resume {run.id} args.NAME=VALUE` goes on" in command.refuses("resume", run.id, "train.seed=1")
     toolkit("resume", run.id, "args.epochs=5")
     assert words_of(run) == ["--epochs", "5", "--amp"]
     run.write_result(ended)
@@ -156,11 +146,10 @@ def test_a_resume_keeps_the_arguments_and_may_change_one(capsys: pytest.CaptureF
     assert words_of(run) == ["--epochs", "7"]
 
 
-def test_a_resumed_command_changes_by_option_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_command_changes_by_option_only(command: Command) -> None:
     run = toolkit("submit", "plain.py", "--executor", "local", "--", "--epochs", "3")
     run.write_result(RunResult.from_json({"state": "failed", "why": ""}))
-    assert cli.main(["resume", run.id, "--", "--epochs", "5"]) == EXIT_REQUEST
-    assert "args.NAME=VALUE changes an option of it" in capsys.readouterr().err
+    assert "args.NAME=VALUE changes an option of it" in command.refuses("resume", run.id, "--", "--epochs", "5")
     toolkit("resume", run.id, "args.epochs=5")
     assert foreign.read_command(run)[2:] == ["--epochs", "5"]
 
@@ -186,9 +175,9 @@ def test_a_rank_finds_them_in_its_argv(project: Path) -> None:
     assert json.loads((project / "argv.json").read_text()) == ["--epochs", "3", "it's", "--lr", "2"]
 
 
-def test_a_script_that_is_not_there_is_refused_before_it_is_queued(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["exec", "--executor", "local", "--", "python3", "-u", "plane.py"]) == EXIT_REQUEST
-    assert f"plane.py: there is no such file in {Path.cwd()}; did you mean 'plain.py'?" in capsys.readouterr().err
+def test_a_script_that_is_not_there_is_refused_before_it_is_queued(command: Command) -> None:
+    err = command.refuses("exec", "--executor", "local", "--", "python3", "-u", "plane.py")
+    assert f"plane.py: there is no such file in {Path.cwd()}; did you mean 'plain.py'?" in err
     assert rundir.all_runs() == []
 
 
@@ -243,21 +232,17 @@ def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(
         (["submit", "loop.py", "on_restart=[--resume]"], "on_restart: is for scripts under `toolkit exec`"),
     ],
 )
-def test_words_for_a_restart_that_cannot_work_are_refused(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*words[:1], "--executor", "local", *words[1:]]) == EXIT_REQUEST
-    assert says in capsys.readouterr().err
+def test_words_for_a_restart_that_cannot_work_are_refused(words: list[str], says: str, command: Command) -> None:
+    assert says in command.refuses(*words[:1], "--executor", "local", *words[1:])
     assert rundir.all_runs() == []
 
 
 def test_why_does_not_say_that_a_script_with_checkpoints_of_its_own_has_none(
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     run = toolkit("submit", "plain.py", "--executor", "local")
     run.write_result(RunResult.from_json({"state": "failed", "why": "boom"}))
-    assert cli.main(["why", run.id]) == EXIT_DONE
-    page = " ".join(capsys.readouterr().out.split())
+    page = " ".join(command("why", run.id).split())
     assert "last checkpoint:" not in page
     assert "starts the script again, which goes on from its own checkpoints if it looks for them" in page
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base.errors import EXIT_REQUEST, ConfigError
-from toolkit.cli import main as cli
+from tests.command import Command
+from toolkit.base.errors import ConfigError
 from toolkit.cli.completion import complete
 from toolkit.cli.run_rows import read_config
 from toolkit.config import FOREIGN_JOB, load_config
@@ -235,7 +235,7 @@ def test_options_of_a_command_are_checked_where_they_are_its_scripts(command: li
 
 
 def test_keys_of_a_program_that_cannot_be_read_are_said_to_be_unchecked(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("a.out").write_bytes(b"\x7fELF\xd0\xcb")
     Path("go.sh").write_text("#!/bin/sh\nexec ./a.out\n")
@@ -243,8 +243,7 @@ def test_keys_of_a_program_that_cannot_be_read_are_said_to_be_unchecked(
         load(None, ["optim.lr=1", "cluster.nodes=1", f"job={FOREIGN_JOB}", 'argv=["./a.out"]', "args.x=1"], Path.cwd())
     assert caplog.messages == ["./a.out is no Python file that can be read, so whether it reads optim.lr is not known"]
     for file in ("a.out", "go.sh"):
-        assert cli.main(["submit", file]) == EXIT_REQUEST
-        assert f"; a program is run by `toolkit exec -- {Path.cwd() / file}`" in capsys.readouterr().err
+        assert f"; a program is run by `toolkit exec -- {Path.cwd() / file}`" in command.refuses("submit", file)
 
 
 def test_a_key_that_another_one_refers_to_acts() -> None:
@@ -253,10 +252,9 @@ def test_a_key_that_another_one_refers_to_acts() -> None:
     assert load_config("c.yaml").args == {"lr": 5}
 
 
-def test_the_help_and_the_shell_offer_what_acts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_and_the_shell_offer_what_acts(command: Command) -> None:
     write(train=ARGUMENTS)
-    assert cli.main(["submit", "train.py", "--help-all"]) == 0
-    page = capsys.readouterr().out
+    page = command("submit", "train.py", "--help-all")
     assert "options of train.py, behind `--` or as args.NAME=VALUE:\n  --lr " in page
     assert "default 0.1; the rate, at first\n" in page
     assert "  train.max_steps: " in page

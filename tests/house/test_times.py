@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.command import Command
 from tests.unit.run.test_goodput import HOUR, SUBMITTED, run  # noqa: F401
 from toolkit import config as configs
 from toolkit.base import fsio
@@ -22,7 +22,7 @@ from toolkit.metrics.goodput import of_files, sentence
 
 
 def test_why_and_the_report_show_the_first_and_the_last_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
     run = rundir.create("test", tmp_path)
@@ -32,14 +32,12 @@ def test_why_and_the_report_show_the_first_and_the_last_start(
     ):
         run.add_attempt(AttemptRecord(number, ("node1",), 1.7e9, 1.7e9 + 9, "crashed", "restart", start_up=parts))
     run.write_result(RunResult(RunState.COMPLETED, 3))
-    assert cli.main(["why", run.id, "--all"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(command("why", run.id, "--all").split())
     assert "start of attempt 1: 3.8 s to the end of the first step: 3.0 s in the queue, 0.5 s agent" in out
     assert "start of attempt 3: 0.3 s to the end of the first step: 0.1 s store and ranks' processes, 0.2 s" in out
-    assert cli.main(["why", run.id, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["start_up"]["3"]["group"] == 0.2
+    assert json.loads(command("why", run.id, "--json"))["start_up"]["3"]["group"] == 0.2
     page = tmp_path / "page.html"
-    assert cli.main(["report", run.id, "--to", str(page)]) == 0
+    command("report", run.id, "--to", str(page))
     text = page.read_text()
     assert "Where the start went" in text
     assert start_up.WORDS["group"] in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.command import command  # noqa: F401
 from tests.unit.conftest import (  # noqa: F401
     cache_folder_of_its_own,
     cache_folders,
@@ -9,5 +10,6 @@ from tests.unit.conftest import (  # noqa: F401
     no_modules_of_earlier_tests,
     pytest_collection_finish,
     run,
+    runs_folder_of_its_own,
     tmp_path,
 )

@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.command import command  # noqa: F401
 from toolkit.base.logs import LOGGER
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -88,10 +89,15 @@ def cache_folder_of_its_own(cache_folders: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", mkdtemp(dir=cache_folders))
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Return a run of the name digits, with an empty config."""
+@pytest.fixture(autouse=True)
+def runs_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the runs of each test into its own folder."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def run() -> RunDir:
+    """Return a run of the name digits, with an empty config."""
     made = rundir.create("digits")
     made.config.write_text("")
     return made

@@ -18,13 +18,13 @@ from torch.nn.functional import one_hot
 
 from jobs.llama import Llama, LlamaSizes
 from jobs.models import mlp
+from tests.command import Command
 from tests.unit.checkpoint.ranks import blank
 from toolkit import config as configs
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError
+from toolkit.base.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
-from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.formats.tokens.writer import Encoder, tokenize
@@ -40,7 +40,6 @@ TEXTS = ["one two ", "three", "fourteen and "]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Return a run of the language model on bytes. It has a checkpoint of its first weights."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
     (tmp_path / "a.txt").write_text("one two three four " * 20)
     tokenize([str(tmp_path / "a.txt")], tmp_path / "tokens", Encoder(None, None))
@@ -59,17 +58,14 @@ def keep(run: RunDir, step: int, weights: dict[str, Tensor]) -> None:
     save(CheckpointFolder(run.checkpoints, Keep(9)), step, state, {}, rank=0, world_size=1, kv=None)
 
 
-def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    assert cli.main([*argv, "--json"]) == EXIT_DONE
-    return json.loads(capsys.readouterr().out)
+def answer(command: Command, *argv: str) -> Any:
+    return json.loads(command(*argv, "--json"))
 
 
-def test_the_most_likely_continuation_is_that_of_transformers(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_most_likely_continuation_is_that_of_transformers(run: RunDir, tmp_path: Path, command: Command) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    rows = answer(capsys, "generate", run.id, *TEXTS, "--temperature", "0", "--max-tokens", "9")["continuations"]
-    assert cli.main(["export", run.id, str(tmp_path / "out"), "--format", "safetensors"]) == EXIT_DONE
+    rows = answer(command, "generate", run.id, *TEXTS, "--temperature", "0", "--max-tokens", "9")["continuations"]
+    command("export", run.id, str(tmp_path / "out"), "--format", "safetensors")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     for text, row in zip(TEXTS, rows, strict=True):
         prompt = torch.tensor([[*text.encode()]])
@@ -83,16 +79,16 @@ def test_the_most_likely_continuation_is_that_of_transformers(
 
 
 def test_a_text_beside_others_and_from_a_pipe_has_the_same_continuation(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     drawn = ["--max-tokens", "6", "--top-k", "40", "--temperature", "0.7", "--seed", "3"]
-    together = answer(capsys, "generate", run.id, *TEXTS, *drawn)["continuations"]
+    together = answer(command, "generate", run.id, *TEXTS, *drawn)["continuations"]
     lines = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO("\n".join(TEXTS).encode()))
     monkeypatch.setattr(sys, "stdin", lines)
-    assert answer(capsys, "generate", run.id, *drawn)["continuations"] == together
+    assert answer(command, "generate", run.id, *drawn)["continuations"] == together
     monkeypatch.setattr(inference, "LOGITS", 1)  # each by itself
-    assert answer(capsys, "generate", run.id, *TEXTS, *drawn)["continuations"] == together
-    assert answer(capsys, "generate", run.id, *TEXTS, *drawn[:-1], "4")["continuations"] != together
+    assert answer(command, "generate", run.id, *TEXTS, *drawn)["continuations"] == together
+    assert answer(command, "generate", run.id, *TEXTS, *drawn[:-1], "4")["continuations"] != together
 
 
 def of_numbers(run: RunDir, texts: Sequence[str], most: int | None, sampling: Sampling) -> list[dict[str, Any]]:
@@ -128,15 +124,13 @@ def test_tokens_are_drawn_as_often_as_softmax_says() -> None:
 
 
 def test_what_a_terminal_takes_for_a_command_is_escaped(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     found = [{"prompt": "a", "text": "\x1b[2Jé\tx\n"}, {"prompt": "b" * 50, "text": "y"}]
     monkeypatch.setattr(inference, "continuations", lambda *_: found)
-    assert cli.main(["generate", run.id, "a"]) == EXIT_DONE
-    assert capsys.readouterr().out == f"'a':\n\\x1b[2Jé\tx\n\n\n'{'b' * 45}...':\ny\n"
+    assert command("generate", run.id, "a") == f"'a':\n\\x1b[2Jé\tx\n\n\n'{'b' * 45}...':\ny\n"
     del found[1]
-    assert cli.main(["generate", run.id, "a"]) == EXIT_DONE
-    assert capsys.readouterr().out == "\\x1b[2Jé\tx\n\n"
+    assert command("generate", run.id, "a") == "\\x1b[2Jé\tx\n\n"
 
 
 @pytest.mark.parametrize(
@@ -157,26 +151,21 @@ def test_what_a_terminal_takes_for_a_command_is_escaped(
     ],
 )
 def test_a_request_that_cannot_be_met_says_why(
-    words: list[str], says: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], says: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"\n\n")))
-    assert cli.main(["generate", run.id, *words]) == EXIT_REQUEST
-    told = capsys.readouterr()
+    told = command.ends(EXIT_REQUEST, "generate", run.id, *words)
     assert says in told.err
     assert told.out == ""
 
 
-def test_runs_without_a_language_model_or_a_checkpoint_are_refused(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_a_language_model_or_a_checkpoint_are_refused(run: RunDir, command: Command) -> None:
     blank(run.checkpoints / "step-00000007/rank-00000.safetensors")
-    assert cli.main(["generate", run.id, "a"]) == EXIT_FAILED
+    command.ends(EXIT_FAILED, "generate", run.id, "a")
     other = rundir.create("digits")
     config = configs.load_config(None, ["model.name=mlp"], site=False)
     other.config.write_text(configs.dump_config(config))
-    assert cli.main(["generate", other.id, "a"]) == EXIT_REQUEST
-    assert "no checkpoint; there are: none" in capsys.readouterr().err
+    assert "no checkpoint; there are: none" in command.refuses("generate", other.id, "a")
     keep(other, 1, mlp(10, (1, 8, 8)).state_dict())
-    assert cli.main(["generate", other.id, "a"]) == EXIT_REQUEST
-    assert "jobs.classify of run" in (said := capsys.readouterr().err)
+    assert "jobs.classify of run" in (said := command.refuses("generate", other.id, "a"))
     assert "is no language model" in said

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jobs.models import lenet
+from tests.command import Command
 from tests.unit.checkpoint.ranks import blank
 from tests.unit.owners import STRANGER, give
 from toolkit import config as configs
@@ -54,9 +55,8 @@ def entries(state: dict[str, Tensor]) -> dict[str, Replicated]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Return a run with three checkpoints. The one of step 30 also holds averages: the weights of step 31."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
     made = rundir.create("digits")
     settings = ["model.name=lenet", "checkpoint.keep_best=eval/accuracy"]
@@ -73,9 +73,8 @@ def checkpoints(run: RunDir) -> CheckpointFolder:
     return CheckpointFolder(run.checkpoints, Keep(9))
 
 
-def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    assert cli.main([*argv, "--json"]) == EXIT_DONE
-    return json.loads(capsys.readouterr().out)
+def answer(command: Command, *argv: str) -> Any:
+    return json.loads(command(*argv, "--json"))
 
 
 def expected(state: dict[str, Tensor]) -> tuple[float, float]:
@@ -99,9 +98,9 @@ def expected(state: dict[str, Tensor]) -> tuple[float, float]:
     ids=["newest, averaged", "as trained", "best", "by its step"],
 )
 def test_the_figures_are_those_of_the_weights_that_were_asked_for(
-    run: RunDir, capsys: pytest.CaptureFixture[str], argv: list[str], step: int, of: int
+    run: RunDir, command: Command, argv: list[str], step: int, of: int
 ) -> None:
-    told = answer(capsys, "evaluate", run.id, *argv)
+    told = answer(command, "evaluate", run.id, *argv)
     loss, accuracy = expected(weights(of))
     assert (told["step"], told["weights"]) == (step, "average" if of == 31 else "raw")
     assert told["metrics"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
@@ -110,18 +109,18 @@ def test_the_figures_are_those_of_the_weights_that_were_asked_for(
     assert told["recorded"] == ({} if of == 30 else {"eval/accuracy": ACCURACIES[step]})
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_next_older_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_next_older_one(run: RunDir, command: Command) -> None:
     blank(run.checkpoints / "step-00000030/rank-00000.safetensors")
-    assert answer(capsys, "evaluate", run.id)["step"] == 20
-    assert cli.main(["evaluate", run.id, "--checkpoint", "30"]) == EXIT_FAILED
+    assert answer(command, "evaluate", run.id)["step"] == 20
+    command.ends(EXIT_FAILED, "evaluate", run.id, "--checkpoint", "30")
 
 
-def test_weights_that_several_ranks_cut_up_are_whole_again(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_several_ranks_cut_up_are_whole_again(run: RunDir, command: Command) -> None:
     state: dict[str, Any] = {}
     for name, value in weights(7).items():
         state[f"model/{name}"] = Sharded(value, tuple(value.shape), (0,) * value.dim())
     save(checkpoints(run), 40, state, {}, rank=0, world_size=1, kv=None)
-    told = answer(capsys, "evaluate", run.id)
+    told = answer(command, "evaluate", run.id)
     assert (told["step"], told["recorded"]) == (40, {})
     assert told["metrics"]["eval/loss"] == pytest.approx(expected(weights(7))[0], rel=1e-6)
 
@@ -189,11 +188,8 @@ def test_the_name_of_an_image_need_not_be_utf8(run: RunDir, tmp_path: Path, capf
         (["export", "digits", "docs"], "is there already"),
     ],
 )
-def test_a_wrong_request_is_refused_with_what_to_do(
-    run: RunDir, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(argv) == EXIT_REQUEST
-    told = capsys.readouterr()
+def test_a_wrong_request_is_refused_with_what_to_do(run: RunDir, argv: list[str], words: str, command: Command) -> None:
+    told = command.ends(EXIT_REQUEST, *argv)
     assert words in told.err
     assert not told.out
 
@@ -205,33 +201,26 @@ def test_a_job_whose_data_are_no_images_classifies_none(run: RunDir, tmp_path: P
             next(inference.predictions(trained, tmp_path, [tmp_path / "a.png"]))
 
 
-def test_a_job_that_does_not_say_how_it_is_judged_is_told_what_to_add(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_does_not_say_how_it_is_judged_is_told_what_to_add(run: RunDir, command: Command) -> None:
     (run.code / "mine").mkdir(parents=True)
     (run.code / "mine/__init__.py").write_text("")
     (run.code / "mine/train.py").write_text("def main(config):\n    pass\n")
     run.config.write_text(run.config.read_text().replace("job: jobs.classify", "job: mine.train"))
-    assert cli.main(["evaluate", run.id]) == EXIT_REQUEST
-    assert "has no class derived from toolkit.Job" in capsys.readouterr().err
+    assert "has no class derived from toolkit.Job" in command.refuses("evaluate", run.id)
 
 
-def test_another_model_than_the_configs_is_refused_by_its_tensors(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_than_the_configs_is_refused_by_its_tensors(run: RunDir, command: Command) -> None:
     run.config.write_text(run.config.read_text().replace("name: lenet", "name: mlp"))
-    assert cli.main(["evaluate", run.id]) == EXIT_FAILED
-    assert "another model than the run's config makes; not in the file" in capsys.readouterr().err
+    err = command.ends(EXIT_FAILED, "evaluate", run.id).err
+    assert "another model than the run's config makes; not in the file" in err
 
 
 # ------------------------------------------------------------------------------------------------------------ export
 
 
-def test_an_exported_program_gives_the_models_outputs(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exported_program_gives_the_models_outputs(run: RunDir, tmp_path: Path, command: Command) -> None:
     out, inputs = tmp_path / "out", torch.randn(5, 1, 8, 8)
-    told = answer(capsys, "export", run.id, str(out))
+    told = answer(command, "export", run.id, str(out))
     model = lenet(10, (1, 8, 8)).eval()
     model.load_state_dict(load_file(out / "model.safetensors"))
     assert torch.equal(torch.export.load(out / "model.pt2").module()(inputs), model(inputs))
@@ -318,23 +307,22 @@ def test_what_is_no_program_is_refused_and_leaves_no_file(model: nn.Module, word
 
 
 def test_the_weights_are_written_all_the_same(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def refuse(*args: Any) -> None:
         raise JobFailedError("torch.export cannot take this model")
 
     monkeypatch.setattr(program, "write_program", refuse)
-    assert cli.main(["export", run.id, str(tmp_path / "both")]) == EXIT_FAILED
-    assert "has what was written before that" in capsys.readouterr().err
+    assert "has what was written before that" in command.ends(EXIT_FAILED, "export", run.id, str(tmp_path / "both")).err
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["model.json", "model.safetensors"]
     assert json.loads((tmp_path / "both/model.json").read_text())["program"] is None
-    assert cli.main(["export", run.id, str(tmp_path / "alone"), "--format", "program"]) == EXIT_FAILED
+    command.ends(EXIT_FAILED, "export", run.id, str(tmp_path / "alone"), "--format", "program")
     assert not (tmp_path / "alone").exists()
 
 
 @pytest.mark.parametrize("why", ["no eval set", "two arguments"])
 def test_weights_need_no_example(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, why: str
 ) -> None:
     if why == "no eval set":
         monkeypatch.setattr("jobs.classify.Classify.eval_set", lambda job: None)
@@ -342,10 +330,9 @@ def test_weights_need_no_example(
         monkeypatch.setattr(
             "jobs.classify.Classify.evaluate", lambda job, model, batch: model(batch.inputs, batch.targets)
         )
-    about = answer(capsys, "export", run.id, str(tmp_path / "weights"), "--format", "safetensors")
+    about = answer(command, "export", run.id, str(tmp_path / "weights"), "--format", "safetensors")
     assert (about["input"], about["output"], [*about["sha256"]]) == (None, None, ["model.safetensors"])
-    assert cli.main(["export", run.id, str(tmp_path / "both")]) == EXIT_FAILED
-    assert "has what was written before that" in capsys.readouterr().err
+    assert "has what was written before that" in command.ends(EXIT_FAILED, "export", run.id, str(tmp_path / "both")).err
     assert (tmp_path / "both/model.safetensors").exists()
 
 
@@ -415,8 +402,8 @@ def test_another_users_weights_are_read_without_running_their_sources(strange: R
     assert not (tmp_path / "mark").exists()
 
 
-def test_the_figures_of_each_class_are_those_counted_by_hand(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = answer(capsys, "evaluate", run.id, "--per-class", "--weights", "raw")["classes"]
+def test_the_figures_of_each_class_are_those_counted_by_hand(run: RunDir, command: Command) -> None:
+    rows = answer(command, "evaluate", run.id, "--per-class", "--weights", "raw")["classes"]
     data = build_datasets(DataConfig()).eval
     inputs, targets = data.batch(np.arange(len(data)))  # type: ignore[union-attr]
     model = lenet(10, (1, 8, 8)).eval()
@@ -446,11 +433,8 @@ def most(values: list[int]) -> int:
     return max(values.count(value) for value in values)
 
 
-def test_the_table_of_classes_fits_a_terminal_and_ends_with_the_means(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["evaluate", run.id, "--per-class"]) == EXIT_DONE
-    lines = capsys.readouterr().out.splitlines()
+def test_the_table_of_classes_fits_a_terminal_and_ends_with_the_means(run: RunDir, command: Command) -> None:
+    lines = command("evaluate", run.id, "--per-class").splitlines()
     assert [line.split()[0] for line in lines[-12:]] == ["class", *map(str, range(10)), "mean"]
     assert lines[-1].split()[1] == "360"
     assert max(map(len, lines[-12:])) <= 80
@@ -464,18 +448,15 @@ def test_the_table_of_classes_fits_a_terminal_and_ends_with_the_means(
     ],
 )
 def test_options_that_exclude_each_other_are_refused(
-    run: RunDir, argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDir, argv: list[str], says: str, tmp_path: Path, command: Command
 ) -> None:
     words = [{"RUN": run.id, "OUT": str(tmp_path / "out")}.get(word, word) for word in argv]
-    assert cli.main(words) == EXIT_REQUEST
-    assert says in capsys.readouterr().err
+    assert says in command.refuses(*words)
 
 
 @pytest.mark.soak
-def test_a_compiled_program_computes_what_the_model_does(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    about = answer(capsys, "export", run.id, str(tmp_path / "out"), "--aot", "--weights", "raw")
+def test_a_compiled_program_computes_what_the_model_does(run: RunDir, tmp_path: Path, command: Command) -> None:
+    about = answer(command, "export", run.id, str(tmp_path / "out"), "--aot", "--weights", "raw")
     assert about["compiled"]["largest_difference"] <= about["compiled"]["bound"]
     model = lenet(10, (1, 8, 8)).eval()
     model.load_state_dict(weights(30))
@@ -486,14 +467,13 @@ def test_a_compiled_program_computes_what_the_model_does(
 
 
 def test_a_compiler_that_fails_leaves_the_weights_and_the_program(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no C++ compiler\nand more")
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
-    assert cli.main(["export", run.id, str(tmp_path / "out"), "--aot"]) == EXIT_FAILED
-    says = capsys.readouterr().err
+    says = command.ends(EXIT_FAILED, "export", run.id, str(tmp_path / "out"), "--aot").err
     assert "AOTInductor cannot compile this model (RuntimeError: no C++ compiler)" in says
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.json", "model.pt2", "model.safetensors"}
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import Command
 from tests.unit.cli.test_logs_command import new_run, run  # noqa: F401
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
 from toolkit.files.rundir import RunDir
 
 
-def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_what_differs_and_nothing_else(run: RunDir, command: Command) -> None:
     other = new_run("other", "0.2")
     for each, bias in ((run, 0.0), (other, 1.0)):
         points = [{"step": step, "train/loss": step + bias, "world/x": bias} for step in range(3)]
@@ -26,8 +27,7 @@ def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest
         (each.code / "jobs/same.py").write_text("same\n")
         (each.code / "jobs/main.py").write_text(f"bias = {bias}\n")
     (other.code / "new.py").write_text("")
-    assert cli.main(["compare", run.id, other.id, "--json"]) == EXIT_DONE
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command("compare", run.id, other.id, "--json"))
     assert found["config"] == {"name": ["digits", "other"], "optim.lr": ["0.1", "0.2"]}
     assert found["results"] == {"eval/accuracy": [0.1, 0.2]}
     assert found["curves"] == {
@@ -40,17 +40,15 @@ def test_compare_names_what_differs_and_nothing_else(run: RunDir, capsys: pytest
         path.write_bytes((each.code / "jobs/main.py").read_bytes())
     theirs = subprocess.run(["diff", "-u", *map(str, ours)], capture_output=True, text=True, check=False).stdout
     assert found["sources"]["diff"].splitlines()[2:] == theirs.splitlines()[2:]
-    assert cli.main(["compare", run.id, other.id]) == EXIT_DONE
-    assert "optim.lr" in capsys.readouterr().out
+    assert "optim.lr" in command("compare", run.id, other.id)
 
 
-def test_values_that_are_not_shown_are_compared_all_the_same(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_not_shown_are_compared_all_the_same(run: RunDir, command: Command) -> None:
     other = new_run("digits", "0.1")
     for each, size in ((run, "1024"), (other, "4096")):
         params = f"{{context_tokens: {size}, tokenizer: {size}, same_token: hidden, hf_token: hidden-{size}}}"
         each.config.write_text(f"name: digits\nparams: {params}\n")
-    assert cli.main(["compare", run.id, other.id, "--json"]) == EXIT_DONE
-    text = capsys.readouterr().out
+    text = command("compare", run.id, other.id, "--json")
     assert json.loads(text)["config"] == {
         "params.context_tokens": ["1024", "4096"],
         "params.tokenizer": ["1024", "4096"],
@@ -58,9 +56,8 @@ def test_values_that_are_not_shown_are_compared_all_the_same(run: RunDir, capsys
     }
 
 
-def test_a_run_compared_with_itself_differs_in_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", run.id, run.id]) == EXIT_DONE
-    out = capsys.readouterr().out
+def test_a_run_compared_with_itself_differs_in_nothing(run: RunDir, command: Command) -> None:
+    out = command("compare", run.id, run.id)
     assert out.count("no difference") == 5
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.command import Command
 from tests.unit.attempts import attempt
 from tests.unit.checkpoint.ranks import alone, weights
 from toolkit import config as configs
@@ -67,7 +68,6 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -153,17 +153,14 @@ def test_names_that_look_like_markup_are_shown_as_text() -> None:
     assert "\u202e" not in page.text
 
 
-def test_values_that_may_be_secret_are_not_in_a_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_may_be_secret_are_not_in_a_report(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("A_TOKEN_OF_THE_ENVIRONMENT", "planted-in-the-environment")
     run = made(params={"api_key": "planted-1", "db": {"password": "planted-2"}}, notify=["mail", "--auth", "planted-3"])
     text = run.config.read_text().replace("setup: []", "setup: ['export WANDB_API_KEY=planted-4']")
     run.config.write_text(text)
     report(run.id)
     assert "planted" not in Path("out.html").read_text()
-    assert cli.main(["report", run.id, "--json"]) == EXIT_DONE
-    assert "planted" not in capsys.readouterr().out
+    assert "planted" not in command("report", run.id, "--json")
 
 
 def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -> None:
@@ -224,10 +221,9 @@ def test_the_cause_of_a_failure_is_shown_without_the_lines_of_its_log(run: RunDi
     assert "planted" not in Path("out.html").read_text()
 
 
-def test_json_is_one_document_with_the_exact_extremes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_with_the_exact_extremes(run: RunDir, command: Command) -> None:
     log(run, {1: {"train/loss": 1.0}, 2: {"train/loss": math.nan}, 3: {"train/loss": -7.5}})
-    assert cli.main(["report", run.id, "--json"]) == EXIT_DONE
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command("report", run.id, "--json"))
     curve = found["runs"][0]["curves"]["train/loss"]
     assert curve == {
         "count": 3,
@@ -345,14 +341,13 @@ def test_the_attempt_that_runs_now_is_in_the_timeline() -> None:
 
 @pytest.mark.parametrize("name", ["status.json", "result.json", "attempts.jsonl", "nodes.json"])
 def test_of_several_runs_one_that_cannot_be_read_is_left_out_and_named(
-    run: RunDir, name: str, capsys: pytest.CaptureFixture[str]
+    run: RunDir, name: str, command: Command
 ) -> None:
     other = made()
     (run.path / name).write_text("[]\n")
     page = report(other.id, run.id)
     assert any(text.startswith(f"left out: {run.name}/{run.id}: ") and name in text for text in page.texts)
-    assert cli.main(["report", run.id]) == EXIT_REQUEST
-    assert f"{name}" in capsys.readouterr().err
+    assert f"{name}" in command.refuses("report", run.id)
 
 
 def test_what_can_be_read_of_config_and_metrics_is_in_the_report(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,9 +373,9 @@ def test_a_report_replaces_a_report_and_no_other_file(run: RunDir, capsys: pytes
     assert "missing is no folder" in capsys.readouterr().err
 
 
-def test_a_picture_is_a_browsers_work(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", run.id, "--to", "out.html", "--png"]) == EXIT_REQUEST
-    assert "there is no --png: open the HTML file in a browser and print it" in capsys.readouterr().err
+def test_a_picture_is_a_browsers_work(run: RunDir, command: Command) -> None:
+    err = command.refuses("report", run.id, "--to", "out.html", "--png")
+    assert "there is no --png: open the HTML file in a browser and print it" in err
     assert not Path("out.html").exists()
 
 

@@ -21,8 +21,7 @@ RESET = "RuntimeError: Connection reset by peer"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def run() -> RunDir:
     return rundir.create("digits")
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.command import Command
 from tests.unit.attempts import attempt
 from tests.unit.checkpoint.ranks import alone, weights
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.cli import main as cli
 from toolkit.cli import notes
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
@@ -39,20 +39,21 @@ def told_by_rank(run: RunDir, number: int, rank: int, words: str, at: float) -> 
     fsio.write_json(path, {"rank": rank, "host": f"node{rank}", "time": at, **said})
 
 
-def page(run: RunDir, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert cli.main(["why", run.id]) == EXIT_DONE
-    out, err = capsys.readouterr()
-    assert err == ""
-    return str(out).splitlines()
+def why(command: Command, *arguments: str) -> str:
+    printed = command.ends(EXIT_DONE, "why", *arguments)
+    assert printed.err == ""
+    return printed.out
 
 
-def document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert cli.main(["why", run.id, "--json"]) == EXIT_DONE
+def page(run: RunDir, command: Command) -> list[str]:
+    return why(command, run.id).splitlines()
 
+
+def document(run: RunDir, command: Command) -> dict[str, Any]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    told: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    told: dict[str, Any] = json.loads(why(command, run.id, "--json"), parse_constant=refuse)
     return told
 
 
@@ -75,11 +76,9 @@ def crashed(run: RunDir) -> None:
     )
 
 
-def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(run: RunDir, command: Command) -> None:
     crashed(run)
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert lines[:2] == [f"digits/{run.id}: failed", "  rank 2 on node2: ValueError: boom 2"]
     assert "first failure: rank 2 on node2, attempt 2: ValueError: boom 2" in lines
     begun = lines.index("  Traceback (most recent call last):")
@@ -92,79 +91,73 @@ def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(
     assert lines[-1] == f"next: mend the cause, then `toolkit resume {run.id}` goes on from the last checkpoint"
 
 
-def test_every_attempt_has_its_line_in_the_table(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_attempt_has_its_line_in_the_table(run: RunDir, command: Command) -> None:
     crashed(run)
-    table = [line.split() for line in page(run, capsys)]
+    table = [line.split() for line in page(run, command)]
     assert ["ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION"] in table
     assert ["1", "41", "2", "4", "0", "to", "120", "preempted", "requeue"] in table
     assert ["2", "41", "2", "4", "100", "to", "170", "crashed", "give_up"] in table
 
 
-def test_of_a_long_traceback_the_end_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_long_traceback_the_end_is_shown(run: RunDir, command: Command) -> None:
     failure = {"rank": 0, "host": "node1", "how": "ValueError: deep"}
     run.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
     fsio.make_dir(run.attempt_logs(1))
     frames = "".join(f"frame {i}\n" for i in range(100))
     fsio.write_json(run.error_file(1, 0), {"message": "deep", "traceback": f"{frames}ValueError: deep\n"})
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert "  ValueError: deep" in lines
     assert "  frame 99" in lines
     assert "  frame 0" not in lines
 
 
-def test_a_completed_run_needs_nothing_and_lost_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_completed_run_needs_nothing_and_lost_nothing(run: RunDir, command: Command) -> None:
     saved(run, 400)
     (run.tensorboard / "events").touch()
     run.add_attempt(attempt(1, "completed", "finish", step_end=450))
     run.write_result(RunResult.from_json({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"}))
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert lines[0] == f"digits/{run.id}: completed"
     assert not [line for line in lines if line.startswith("first failure")]
     assert "reached step: 450" in lines
     assert lines[-1] == f"next: nothing to do; `toolkit tensorboard {run.id}` shows the curves"
 
 
-def test_a_run_that_was_killed_without_a_checkpoint_lost_every_step(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_killed_without_a_checkpoint_lost_every_step(run: RunDir, command: Command) -> None:
     run.add_attempt(attempt(1, "cancelled", "give_up", step_end=33))
     run.write_result(
         RunResult.from_json({"state": "cancelled", "attempts": 1, "metrics": {}, "why": "cancelled at step 33"})
     )
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert "last checkpoint: none" in lines
     assert "steps lost: 33 (reached step 33)" in lines
 
 
-def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(run: RunDir, command: Command) -> None:
     failure = {"rank": 1, "host": "node1", "how": "killed by SIGKILL"}
     run.add_attempt(attempt(1, "crashed", "restart", first_failure=failure))
     run.add_attempt(attempt(2, "preempted", "requeue", step_end=5))
     run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "updated": time.time()}))
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert lines[0] == f"digits/{run.id}: requeued"
     assert lines[1] == "  preempted, so requeue"
     assert "first failure: rank 1 on node1, attempt 1: killed by SIGKILL" in lines
     assert lines[-1].startswith("next: nothing to do; it goes on when Slurm starts the job again")
 
 
-def test_a_run_that_works_is_left_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_works_is_left_alone(run: RunDir, command: Command) -> None:
     live = {"pid": os.getpid(), "host": os.uname().nodename, "updated": time.time()}
     run.write_status(RunStatus.from_json({"state": "running", "attempt": 1, **live}))
-    assert page(run, capsys)[-1] == f"next: nothing to do; `toolkit logs {run.id} --follow` shows what it prints"
+    assert page(run, command)[-1] == f"next: nothing to do; `toolkit logs {run.id} --follow` shows what it prints"
     run.write_status(RunStatus.from_json({"state": "stopping", "attempt": 1, **live}))
-    assert page(run, capsys)[-1] == "next: nothing to do: it ends by itself"
+    assert page(run, command)[-1] == "next: nothing to do: it ends by itself"
 
 
 @pytest.mark.parametrize("status", [{}, {"state": "queued", "progress": {}}])
-def test_a_run_that_never_started_says_so(
-    run: RunDir, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_never_started_says_so(run: RunDir, status: dict[str, Any], command: Command) -> None:
     if status:
         run.write_status(RunStatus.from_json({**status, "updated": time.time()}))
-    assert page(run, capsys) == [
+    assert page(run, command) == [
         f"digits/{run.id}: {status.get('state', 'unknown')}",
         "  not started yet",
         "",
@@ -177,29 +170,26 @@ def test_a_run_that_never_started_says_so(
 
 
 def test_of_a_queued_run_it_is_said_what_it_waits_for(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDir, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.write_status(RunStatus.from_json({"state": "queued", "progress": {}, "updated": time.time()}))
     monkeypatch.setattr(notes, "of", lambda row: ["waits for higher jobs; Slurm expects it at 12:00"])
-    assert page(run, capsys)[1:3] == ["  not started yet", "  waits for higher jobs; Slurm expects it at 12:00"]
+    assert page(run, command)[1:3] == ["  not started yet", "  waits for higher jobs; Slurm expects it at 12:00"]
 
 
 @pytest.mark.parametrize("ended", ["2026-11-20T15:00:05+00:00", "2026-11-20T15:09:00+00:00"])
 def test_where_the_time_went_is_shown_of_long_completed_runs_and_if_asked_for(
-    run: RunDir, ended: str, capsys: pytest.CaptureFixture[str]
+    run: RunDir, ended: str, command: Command
 ) -> None:
     parts = {"queue": 3.0, "first_step": 0.5}
     times = {"started": "2026-11-20T15:00:00+00:00", "ended": ended}
     run.add_attempt(attempt(1, "completed", "finish", start_up=parts, **times))
     run.write_result(RunResult.from_json({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"}))
-    assert any(line.startswith("start of attempt 1: ") for line in page(run, capsys)) is ("09:00" in ended)
-    assert cli.main(["why", run.id, "--all"]) == EXIT_DONE
-    assert "start of attempt 1: " in capsys.readouterr().out
+    assert any(line.startswith("start of attempt 1: ") for line in page(run, command)) is ("09:00" in ended)
+    assert "start of attempt 1: " in command("why", run.id, "--all")
 
 
-def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(run: RunDir, command: Command) -> None:
     failure = {"rank": 1, "host": "node2", "how": "RuntimeError: theirs"}
     more = {"step_start": None, "job_id": None, "first_failure": failure}
     run.add_attempt(attempt(1, "crashed", "give_up", **more))
@@ -207,10 +197,9 @@ def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(
     info = {"py_callstack": "Traceback (most recent call last):\nRuntimeError: theirs\n", "timestamp": "1700000000"}
     fsio.write_json(run.error_file(1, 1), {"message": {"message": "RuntimeError: theirs", "extraInfo": info}})
     (run.error_file(1, 0)).write_text('{"message": {"mess')  # killed while it wrote
-    assert cli.main(["why", run.id]) == EXIT_DONE
-    out, err = capsys.readouterr()
-    assert f"{run.error_file(1, 0)} cannot be read: it is no JSON" in err
-    lines = out.splitlines()
+    printed = command.ends(EXIT_DONE, "why", run.id)
+    assert f"{run.error_file(1, 0)} cannot be read: it is no JSON" in printed.err
+    lines = printed.out.splitlines()
     assert "first failure: rank 1 on node2, attempt 1: RuntimeError: theirs" in lines
     assert "  RuntimeError: theirs" in lines
     assert "  1 other rank failed after it, most likely because of it" in lines
@@ -218,17 +207,17 @@ def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(
     assert ["1", "local", "2", "4", "crashed", "give_up"] in [line.split() for line in lines]
 
 
-def test_a_store_host_that_failed_is_named_as_such(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_host_that_failed_is_named_as_such(run: RunDir, command: Command) -> None:
     failure = {"rank": None, "host": "node1", "how": "the store host ended with exit code 1; see store.log"}
     run.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert f"first failure: node1, attempt 1: {failure['how']}" in lines
     assert f"  log: {run.path}/logs/attempt-001/store.log" in lines
 
 
-def test_as_json_it_is_one_document_with_the_same_facts(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json_it_is_one_document_with_the_same_facts(run: RunDir, command: Command) -> None:
     crashed(run)
-    told = document(run, capsys)
+    told = document(run, command)
     assert (told["run"], told["state"], told["cause"]) == (f"digits/{run.id}", "failed", "crashed")
     assert (told["last_checkpoint"], told["step_reached"], told["steps_lost"]) == (100, 170, 70)
     failure = told["first_failure"]
@@ -237,24 +226,21 @@ def test_as_json_it_is_one_document_with_the_same_facts(run: RunDir, capsys: pyt
     assert [line["attempt"] for line in told["attempts"]] == [1, 2]
 
 
-def test_as_json_a_run_that_never_started_is_a_document_too(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    told = document(run, capsys)
+def test_as_json_a_run_that_never_started_is_a_document_too(run: RunDir, command: Command) -> None:
+    told = document(run, command)
     assert (told["state"], told["attempts"], told["first_failure"], told["steps_lost"]) == ("unknown", [], None, 0)
 
 
-def test_a_line_with_a_number_that_is_none_is_refused_by_its_key(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_with_a_number_that_is_none_is_refused_by_its_key(run: RunDir, command: Command) -> None:
     keys = attempt(1, "crashed", "give_up").to_json()
     line = json.dumps({**keys, "goodput": {"training": float("nan")}})  # NaN, as Python writes it
     (run.path / "attempts.jsonl").write_text(line + "\n")
-    assert cli.main(["why", run.id, "--json"]) == EXIT_REQUEST
-    assert "goodput.training: NaN is not a number" in capsys.readouterr().err
+    assert "goodput.training: NaN is not a number" in command.refuses("why", run.id, "--json")
 
 
-def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, command: Command) -> None:
     crashed(run)
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert "cause: ValueError: boom 2 (py.exception)" in lines
     assert "  from: rank 2 on node2, test_why.py:" in "\n".join(lines)
     assert not [line for line in lines if line.startswith("  seen:")]
@@ -263,7 +249,7 @@ def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, capsys:
     for path in run.attempt_logs(2).glob("error-*.json"):
         path.unlink()
     run.rank_log(2, 2).write_text(f"step 1\n{json.loads(text)['traceback']}")
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert "cause: ValueError: boom 2 (py.exception)" in lines
     assert "  from: rank 2 on node2, test_why.py:" in "\n".join(lines)
 
@@ -280,86 +266,75 @@ def failed(run: RunDir, how: str) -> None:
     )
 
 
-def test_the_page_names_the_cause_and_what_to_do(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_names_the_cause_and_what_to_do(run: RunDir, command: Command) -> None:
     failed(run, "exit code 1")
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 1).write_text(f"step 1 loss 2.0\n{OOM}\n")
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert any(line.startswith("cause: The GPU has too little memory") for line in lines)
     assert "  from: rank 1 on node1" in lines
     assert any("strategy.name=fsdp" in line for line in lines)
-    told = document(run, capsys)["diagnosis"]
+    told = document(run, command)["diagnosis"]
     assert (told["rule"], told["line"], told["log"]) == ("cuda.oom", OOM, str(run.rank_log(1, 1)))
 
 
-def test_the_page_shows_the_last_lines_of_an_unknown_cause(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_last_lines_of_an_unknown_cause(run: RunDir, command: Command) -> None:
     failed(run, "exit code 3")
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 1).write_text("step 1 loss 2.0\nbye\n")
-    lines = page(run, capsys)
+    lines = page(run, command)
     start = lines.index(f"cause: not known; the last lines of {run.rank_log(1, 1)}:")
     assert lines[start + 1 : start + 3] == ["  step 1 loss 2.0", "  bye"]
-    assert document(run, capsys)["diagnosis"] is None
+    assert document(run, command)["diagnosis"] is None
 
 
-def test_no_page_calls_the_cause_of_a_kill_in_a_stop_unknown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_page_calls_the_cause_of_a_kill_in_a_stop_unknown(run: RunDir, command: Command) -> None:
     failure = {"rank": 1, "host": "node1", "how": "killed by SIGKILL"}
     run.add_attempt(attempt(1, "stopped", "stop", first_failure=failure, step_start=None))
     run.write_result(RunResult.from_json({"state": "stopped", "attempts": 1, "metrics": {}, "why": "stopped"}))
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 1).write_text("step 1 loss 2.0\nsaving\n")
-    lines = page(run, capsys)
+    lines = page(run, command)
     assert not any("not known" in line for line in lines)
     assert lines[lines.index("  its last lines:") + 2] == "    saving"
 
 
-def test_a_page_promises_no_checkpoint_that_there_is_not(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_promises_no_checkpoint_that_there_is_not(run: RunDir, command: Command) -> None:
     crashed(run)
-    assert page(run, capsys)[-1].startswith("next: mend the cause, then")
+    assert page(run, command)[-1].startswith("next: mend the cause, then")
     fsio.remove_tree(run.checkpoints)
-    assert page(run, capsys)[-1].endswith(" starts over, as there is no checkpoint")
+    assert page(run, command)[-1].endswith(" starts over, as there is no checkpoint")
 
 
-def told_by_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["why", *arguments]) == EXIT_DONE
-    out, err = capsys.readouterr()
-    assert err == ""
-    return str(out)
-
-
-def test_any_log_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_log_is_read(tmp_path: Path, command: Command) -> None:
     log = tmp_path / "slurm-7.out"
     log.write_text(f"[rank3]: {OOM}\n")
-    out = told_by_log(capsys, "--log", str(log))
+    out = why(command, "--log", str(log))
     assert f"  seen: {OOM}\n  from: rank 3\n" in out
-    told = json.loads(told_by_log(capsys, "--log", str(log), "--json"))
+    told = json.loads(why(command, "--log", str(log), "--json"))
     assert (told["diagnosis"]["rule"], told["diagnosis"]["rank"], told["last_lines"]) == ("cuda.oom", 3, [])
 
 
-def test_a_log_of_unknown_cause_shows_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_unknown_cause_shows_its_end(tmp_path: Path, command: Command) -> None:
     log = tmp_path / "slurm-7.out"
     log.write_text("".join(f"line {number}\n" for number in range(100)))
-    out = told_by_log(capsys, "--log", str(log))
+    out = why(command, "--log", str(log))
     assert out.startswith(f"cause: not known; the last lines of {log}:\n  line 88\n")
     assert out.endswith("  line 99\n")
     log.write_text("")
-    assert told_by_log(capsys, "--log", str(log)) == f"cause: not known; {log} is empty\n"
+    assert why(command, "--log", str(log)) == f"cause: not known; {log} is empty\n"
 
 
-def test_the_standard_input_is_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standard_input_is_a_log(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n" + OOM.encode())))
-    assert "(cuda.oom)" in " ".join(told_by_log(capsys, "--log", "-").split())
+    assert "(cuda.oom)" in " ".join(why(command, "--log", "-").split())
 
 
-def test_a_log_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, why in ((tmp_path / "no.log", "No such file"), (tmp_path, "Is a directory")):
-        assert cli.main(["why", "--log", str(path)]) == EXIT_REQUEST
-        assert f"{path} cannot be read: {why}" in capsys.readouterr().err
+def test_a_log_that_cannot_be_read_is_refused(tmp_path: Path, command: Command) -> None:
+    for path, says in ((tmp_path / "no.log", "No such file"), (tmp_path, "Is a directory")):
+        assert f"{path} cannot be read: {says}" in command.refuses("why", "--log", str(path))
 
 
 @pytest.mark.parametrize("arguments", [[], ["digits", "--log", "x.log"]])
-def test_a_run_or_a_log_is_asked_for(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["why", *arguments])
-    assert ended.value.code == EXIT_REQUEST
-    assert "--log" in capsys.readouterr().err
+def test_a_run_or_a_log_is_asked_for(arguments: list[str], command: Command) -> None:
+    assert "--log" in command.refuses("why", *arguments)

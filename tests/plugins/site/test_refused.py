@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from toolkit.base.errors import EXIT_REQUEST
-from toolkit.cli import main as cli
+from tests.command import Command
 
 
-def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "cluster.nodes=0"]) == EXIT_REQUEST
-    assert "cluster.nodes: 0 is refused" in capsys.readouterr().err
+def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(command: Command) -> None:
+    assert "cluster.nodes: 0 is refused" in command.refuses("doctor", "cluster.nodes=0")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.unit.cli.test_keys import folder, lines  # noqa: F401
+from tests.command import Command
+from tests.unit.cli.test_keys import folder  # noqa: F401
 from toolkit.cli import main as cli
 
 
-def test_a_sweep_shows_the_keys_too_whatever_values_it_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_shows_the_keys_too_whatever_values_it_has(folder: Path, command: Command) -> None:
     (folder / "c.yaml").write_text(f"{(folder / 'c.yaml').read_text()}\nsweep: {{optim.lr: [0.1, 0.2]}}\n")
-    found = lines(capsys, "sweep", "c.yaml", "train.seed=0..4", "--help")
+    found = command("sweep", "c.yaml", "train.seed=0..4", "--help").splitlines()
     assert any(line.startswith("  train.epochs: int = 10") for line in found)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.command import Command
 from tests.plugins.trackers.contract import FakeTracker, Story, check_contract, same
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, TrackerError
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError, TrackerError
 from toolkit.cli import main as cli
 from toolkit.files.run_files import RunState
 from toolkit.plugins import trackers
@@ -29,7 +30,6 @@ Server = dict[str, dict[tuple[int, str], float]]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -87,19 +87,18 @@ def test_before_the_first_checkpoint_nothing_is_sent_and_at_the_end_all(story: S
 
 
 def test_what_a_failed_run_made_after_its_checkpoint_waits_or_is_asked_for(
-    story: Story, server: Server, capsys: pytest.CaptureFixture[str]
+    story: Story, server: Server, command: Command
 ) -> None:
     story.checkpoint(30)
     story.end("failed")
-    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("sync", story.run.id, "mlflow")
     assert out.splitlines()[1:] == [
         "  66 points sent, 66 there up to step 30",
         "  10 steps are held back: a resume would make them again (--all sends them)",
     ]
     assert max(map(len, out.splitlines()[1:])) <= 80
-    assert cli.main(["sync", story.run.id, "mlflow", "--all"]) == EXIT_DONE
-    assert capsys.readouterr().out.splitlines()[1:] == ["  22 points sent, 88 there up to step 40"]
+    printed = command("sync", story.run.id, "mlflow", "--all")
+    assert printed.splitlines()[1:] == ["  22 points sent, 88 there up to step 40"]
 
 
 def test_a_record_that_cannot_be_read_is_named_and_nothing_is_doubled(
@@ -138,10 +137,9 @@ def test_damaged_lines_of_the_metrics_are_left_out(story: Story) -> None:
     assert {step for step, _ in copy} == {*range(1, 41)} - {5}
 
 
-def test_a_run_without_metrics_is_sent_as_it_is(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_metrics_is_sent_as_it_is(server: Server, command: Command) -> None:
     story = Story()
-    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
-    assert "0 points sent, 0 there" in capsys.readouterr().out
+    assert "0 points sent, 0 there" in command("sync", story.run.id, "mlflow")
 
 
 def test_a_tracker_that_is_away_is_named_and_the_next_call_goes_on(
@@ -178,13 +176,12 @@ def test_two_at_a_time_are_refused(story: Story) -> None:
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(
-    story: Story, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story: Story, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     for name in ("mlflow", "wandb"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     for name in ("mlflow", "wandb"):
-        assert cli.main(["sync", story.run.id, name]) == EXIT_REQUEST
-        assert f"pip install {name}" in capsys.readouterr().err
+        assert f"pip install {name}" in command.refuses("sync", story.run.id, name)
     assert not list(story.run.trackers.glob("*"))
 
 
@@ -297,11 +294,8 @@ def test_a_deleted_copy_whose_record_is_lost_is_named_and_then_made_again(
 # ----------------------------------------------------------------------------------------------------------------- csv
 
 
-def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(
-    story: Story, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["sync", story.run.id, "csv"]) == EXIT_DONE
-    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(story: Story, command: Command) -> None:
+    rows = list(csv.DictReader(command("sync", story.run.id, "csv").splitlines()))
     points = {
         (int(row["step"]), tag): float(value)
         for row in rows
@@ -314,13 +308,12 @@ def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(
     ]
 
 
-def test_csv_replaces_its_own_file_only(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_replaces_its_own_file_only(story: Story, command: Command) -> None:
     for _ in range(2):
-        assert cli.main(["sync", story.run.id, "csv", "--to", "out.csv"]) == EXIT_DONE
+        command("sync", story.run.id, "csv", "--to", "out.csv")
     assert len(Path("out.csv").read_text().splitlines()) == 41
     Path("mine.csv").write_text("a,b\n")
-    assert cli.main(["sync", story.run.id, "csv", "--to", "mine.csv"]) == EXIT_REQUEST
-    assert "mine.csv is there already" in capsys.readouterr().err
+    assert "mine.csv is there already" in command.refuses("sync", story.run.id, "csv", "--to", "mine.csv")
 
 
 @pytest.mark.parametrize(
@@ -331,8 +324,5 @@ def test_csv_replaces_its_own_file_only(story: Story, capsys: pytest.CaptureFixt
         (["mlflow", "--to", "x"], "--to is for csv"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    story: Story, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["sync", story.run.id, *options]) == EXIT_REQUEST
-    assert re.search(text, capsys.readouterr().err)
+def test_options_that_do_not_fit_are_refused(story: Story, options: list[str], text: str, command: Command) -> None:
+    assert re.search(text, command.refuses("sync", story.run.id, *options))

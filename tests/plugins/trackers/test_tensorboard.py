@@ -9,8 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from tests.unit.cli.test_cli import run, said  # noqa: F401
+from tests.command import Command
+from tests.unit.cli.test_cli import run  # noqa: F401
 from toolkit.base import fsio
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
 from toolkit.files import rundir
 
@@ -30,33 +32,30 @@ def test_tensorboard_names_runs_by_name_and_id(run: rundir.RunDir, monkeypatch: 
 
 
 def test_tensorboard_says_how_to_reach_it_from_ones_own_machine(
-    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
+    def says(*words: str) -> str:
+        (line,) = command.ends(EXIT_DONE, "tensorboard", *words).err.splitlines()
+        return line
+
     monkeypatch.setattr(os, "execv", lambda _, argv: None)
     monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 192.0.2.1 22")
     monkeypatch.setenv("USER", "ada")
-    cli.main(["tensorboard", "--port", "7000"])
-    assert "`ssh -N -L 7000:localhost:7000 ada@192.0.2.1`, then open http://localhost:7000" in said(capsys)
-    cli.main(["tensorboard", "--host", "0.0.0.0"])
-    assert "`ssh -N -L 6006:localhost:6006 ada@192.0.2.1`" in said(capsys)
+    assert "`ssh -N -L 7000:localhost:7000 ada@192.0.2.1`, then open http://localhost:7000" in says("--port", "7000")
+    assert "`ssh -N -L 6006:localhost:6006 ada@192.0.2.1`" in says("--host", "0.0.0.0")
     # In a job the login node is the one that its shell has come from.
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    cli.main(["tensorboard", "--host", "node7"])
-    assert "`ssh -N -L 6006:node7:6006 ada@192.0.2.1`" in said(capsys)
-    cli.main(["tensorboard"])
-    assert f"`ssh -N -L 6006:localhost:6006 -J ada@192.0.2.1 ada@{socket.gethostname()}`" in said(capsys)
-    cli.main(["tensorboard", "--host", "0.0.0.0"])
-    assert f"`ssh -N -L 6006:{socket.gethostname()}:6006 ada@192.0.2.1`" in said(capsys)
+    assert "`ssh -N -L 6006:node7:6006 ada@192.0.2.1`" in says("--host", "node7")
+    assert f"`ssh -N -L 6006:localhost:6006 -J ada@192.0.2.1 ada@{socket.gethostname()}`" in says()
+    assert f"`ssh -N -L 6006:{socket.gethostname()}:6006 ada@192.0.2.1`" in says("--host", "0.0.0.0")
     monkeypatch.delenv("SSH_CONNECTION")
     monkeypatch.setenv("SLURM_SUBMIT_HOST", "login2")
-    cli.main(["tensorboard", "--host", "node7"])
-    assert "`ssh -N -L 6006:node7:6006 ada@login2`" in said(capsys)
+    assert "`ssh -N -L 6006:node7:6006 ada@login2`" in says("--host", "node7")
 
 
 def test_tensorboard_for_this_machine_says_nothing_about_others(
-    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(os, "execv", lambda _, argv: None)
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    cli.main(["tensorboard"])
-    assert capsys.readouterr().err == ""
+    assert command.ends(EXIT_DONE, "tensorboard").err == ""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command import Command
 from tests.unit.checkpoint.ranks import blank, weights
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.writer import save
@@ -22,13 +23,12 @@ from toolkit.ranks.state import Replicated
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run() -> RunDir:
     """Return a run with the steps 20, 30 and 40.
 
     Step 30 has a flipped bit. Beside them are step 10, moved aside as damaged, and the left-over temporary folder of
     step 50.
     """
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = made("digits", 10, 20, 30, 40)
     (run.checkpoints / "step-00000010").rename(run.checkpoints / "step-00000010.bad-1a2b3c4d")
     (run.checkpoints / "step-00000050.tmp-1a2b3c4d").mkdir()
@@ -54,11 +54,8 @@ def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["checkpoint", "list", run.id, "--wide"]) == EXIT_DONE
-    head, *lines = capsys.readouterr().out.splitlines()
+def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(run: RunDir, command: Command) -> None:
+    head, *lines = command("checkpoint", "list", run.id, "--wide").splitlines()
     assert head.split() == ["CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED", "NOTE"]
     assert [line.split()[0] for line in lines[:3]] == ["step-00000040", "step-00000030", "step-00000020"]
     size_bytes = (run.checkpoints / "step-00000040/rank-00000.safetensors").stat().st_size
@@ -66,60 +63,53 @@ def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(
     (bad, left) = ([line.split()[0], line[head.index("NOTE") :]] for line in lines[-2:])
     assert bad == ["step-00000010.bad-1a2b3c4d", "found damaged, and moved aside"]
     assert left == ["step-00000050.tmp-1a2b3c4d", "being written, or left over"]
-    assert cli.main(["checkpoint", "list", run.id, "--json"]) == EXIT_DONE
-    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [40, 30, 20, None, None]
+    out = command("checkpoint", "list", run.id, "--json")
+    assert [row["step"] for row in json.loads(out)] == [40, 30, 20, None, None]
 
 
-def test_a_flipped_bit_is_found_and_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["checkpoint", "verify", run.id]) == EXIT_FAILED
-    forty, thirty, twenty = capsys.readouterr().out.splitlines()
+def test_a_flipped_bit_is_found_and_named(run: RunDir, command: Command) -> None:
+    forty, thirty, twenty = command.ends(EXIT_FAILED, "checkpoint", "verify", run.id).out.splitlines()
     assert forty == "step-00000040: every byte is as it was written"
     assert "is damaged: model/weight" in thirty
     assert twenty.startswith("step-00000020: every byte")
-    assert cli.main(["checkpoint", "verify", run.id, "20"]) == EXIT_DONE
-    assert cli.main(["checkpoint", "verify", run.id, "step-00000030"]) == EXIT_FAILED
+    command("checkpoint", "verify", run.id, "20")
+    command.ends(EXIT_FAILED, "checkpoint", "verify", run.id, "step-00000030")
 
 
-def test_a_difference_is_named_and_its_absence_too(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["checkpoint", "diff", run.id, "20", "40"]) == EXIT_FAILED
-    tensor, value, meta = capsys.readouterr().out.splitlines()
+def test_a_difference_is_named_and_its_absence_too(run: RunDir, command: Command) -> None:
+    tensor, value, meta = command.ends(EXIT_FAILED, "checkpoint", "diff", run.id, "20", "40").out.splitlines()
     assert tensor == "tensor model/weight: float32 [3, 4] differs by 20 at most, 20 in the mean"
     assert (value, meta) == ("value optim/count: 20 and 40", "meta samples: 20 and 40")
     twin = made("twin", 20, 40)
-    assert cli.main(["checkpoint", "diff", run.id, "--with", twin.id]) == EXIT_DONE
-    assert cli.main(["checkpoint", "diff", run.id, "20", "--with", twin.id]) == EXIT_DONE
-    assert capsys.readouterr().out == "identical: tensors, values and meta data\n" * 2
+    for step in ([], ["20"]):
+        out = command("checkpoint", "diff", run.id, *step, "--with", twin.id)
+        assert out == "identical: tensors, values and meta data\n"
 
 
 def test_the_newest_good_checkpoint_is_exported_for_other_programs(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDir, tmp_path: Path, command: Command
 ) -> None:
     out = tmp_path / "model.safetensors"
-    assert cli.main(["checkpoint", "export", run.id, "--to", str(out)]) == EXIT_DONE
-    assert capsys.readouterr().out.startswith(f"{out}: 1 tensors of step-00000040, ")
+    assert command("checkpoint", "export", run.id, "--to", str(out)).startswith(f"{out}: 1 tensors of step-00000040, ")
     assert torch.equal(load_file(out)["weight"], torch.full((3, 4), 40.0))
     blank(run.checkpoints / "step-00000040/rank-00000.safetensors")
-    assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "older"), "--as", "torch"]) == EXIT_DONE
-    told = capsys.readouterr()
+    told = command.ends(EXIT_DONE, "checkpoint", "export", run.id, "--to", str(tmp_path / "older"), "--as", "torch")
     assert "1 tensors of step-00000020" in told.out  # 30 has a flipped bit
     assert told.err.count("is damaged, the next older one is tried") == 2
     assert torch.equal(torch.load(tmp_path / "older", weights_only=True)["weight"], torch.full((3, 4), 20.0))
 
 
 def test_an_export_names_what_a_criterion_has_learnt_and_all_writes_it(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDir, tmp_path: Path, command: Command
 ) -> None:
     state = {**weights(1.0), "criterion/temperature": Replicated(torch.ones(1))}
     save(CheckpointFolder(run.checkpoints, Keep(9)), 60, state, {}, rank=0, world_size=1, kv=None)
-    assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "x.pt")]) == EXIT_DONE
-    _, left_out = capsys.readouterr().out.splitlines()
+    _, left_out = command("checkpoint", "export", run.id, "--to", str(tmp_path / "x.pt")).splitlines()
     assert left_out == "not in it: criterion/temperature, which the criterion has learnt; --all writes all tensors"
-    assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "all.pt"), "--all"]) == EXIT_DONE
-    assert "not in it" not in capsys.readouterr().out
+    assert "not in it" not in command("checkpoint", "export", run.id, "--to", str(tmp_path / "all.pt"), "--all")
     assert "criterion/temperature" in torch.load(tmp_path / "all.pt", weights_only=True)
     # Without such weights nothing is said.
-    assert cli.main(["checkpoint", "export", run.id, "40", "--to", str(tmp_path / "y.pt")]) == EXIT_DONE
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert len(command("checkpoint", "export", run.id, "40", "--to", str(tmp_path / "y.pt")).splitlines()) == 1
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run: RunDir, tmp_path: Path) -> None:
@@ -140,11 +130,8 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run:
         (["prune", "digits", "--keep", "1"], "--keep 1 is too few"),
     ],
 )
-def test_what_is_not_there_is_refused(
-    run: RunDir, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["checkpoint", *argv]) == EXIT_REQUEST
-    assert words in capsys.readouterr().err
+def test_what_is_not_there_is_refused(run: RunDir, argv: list[str], words: str, command: Command) -> None:
+    assert words in command.refuses("checkpoint", *argv)
 
 
 def test_pruning_keeps_the_newest_and_takes_what_is_no_use(run: RunDir) -> None:
@@ -153,10 +140,9 @@ def test_pruning_keeps_the_newest_and_takes_what_is_no_use(run: RunDir) -> None:
     assert names(run) == ["step-00000030", "step-00000040"]
 
 
-def test_a_run_that_may_be_writing_is_not_pruned(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_may_be_writing_is_not_pruned(run: RunDir, command: Command) -> None:
     run.clear_result()
     run.write_status(RunStatus.from_json({"state": "running"}))
     before = names(run)
-    assert cli.main(["checkpoint", "prune", run.id]) == EXIT_REQUEST
-    assert "is running: prune it when it has ended" in capsys.readouterr().err
+    assert "is running: prune it when it has ended" in command.refuses("checkpoint", "prune", run.id)
     assert names(run) == before

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import Command
 from toolkit import registry
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
 from toolkit.cli import show
@@ -26,8 +27,7 @@ from toolkit.slurm.jobs import JobStatus
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def run() -> rundir.RunDir:
     made = rundir.create("digits")
     made.config.write_text("")
     made.write_status(
@@ -37,22 +37,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     return made
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line on stderr."""
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
-
-
-def test_status_as_json_is_json_also_when_the_loss_is_no_number(
-    run: rundir.RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["status", "--json"]) == EXIT_DONE
-
+def test_status_as_json_is_json_also_when_the_loss_is_no_number(run: rundir.RunDir, command: Command) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    (row,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    (row,) = json.loads(command("status", "--json"), parse_constant=refuse)
     assert (row["run"], row["loss"], row["metrics"]) == (run.id, None, {"eval/accuracy": None})
 
 
@@ -66,15 +55,13 @@ def test_status_as_json_is_json_also_when_the_loss_is_no_number(
     ],
 )
 def test_status_says_what_slurm_lets_a_job_wait_for(
-    reason: str | None, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reason: str | None, says: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     waits = rundir.create("digits")
     waits.config.write_text("")
     waits.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
     monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "PENDING", reason)])
-    assert cli.main(["status"]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("status")
     assert says in out
     assert ("release" in out) == (reason not in ("Resources", None))
 
@@ -84,10 +71,8 @@ def test_a_job_that_fails_without_a_line_in_its_log_does_not_see_the_runs_folder
     log_s: float | None,
     is_told: bool,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
     run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
@@ -97,8 +82,7 @@ def test_a_job_that_fails_without_a_line_in_its_log_does_not_see_the_runs_folder
         os.utime(log, (log_s, log_s))
     failed = JobStatus("7", "FAILED", "NonZeroExitCode", "node[2-3]", start_time=200.0)
     monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [failed])
-    assert cli.main(["status", run.id]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("status", run.id)
     assert "lost (FAILED)" in out
     assert ("job 7 has failed on node2 and has written nothing" in out) == is_told
     assert (f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out) == is_told
@@ -116,10 +100,9 @@ def test_a_job_that_fails_without_a_line_in_its_log_does_not_see_the_runs_folder
     ],
 )
 def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
-    slurm: str, quiet_s: float, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    slurm: str, quiet_s: float, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run whose supervisor was killed is shown as lost at once. Before, that took half a minute."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.write_status(
         RunStatus.from_json({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
@@ -130,45 +113,36 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
 
 @pytest.mark.parametrize("reason", ["launch failed requeued held", None])
 def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
-    reason: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reason: str | None, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Slurm 24.11 shows REQUEUE_HOLD where 22.05 shows PENDING."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
     run.write_status(
         RunStatus.from_json({"state": "starting", "attempt": 1, "job_id": "7", "updated": time.time() - 600})
     )
     monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "REQUEUE_HOLD", reason)])
-    assert cli.main(["status"]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("status")
     assert "starting (REQUEUE_HOLD" in out
     assert f"Slurm holds job 7 ({reason or 'REQUEUE_HOLD'}); when that is mended, `scontrol release 7`" in out
 
 
-def test_saves_that_fail_are_told_while_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def test_saves_that_fail_are_told_while_the_run_goes_on(command: Command) -> None:
     run = rundir.create("digits")
     run.config.write_text("")
     error = "the last 3 saves failed: the disk is full"
     for found in (error, None):
         fields = {"state": "running", "pid": os.getpid(), "updated": time.time(), "progress": {"save_error": found}}
         run.write_status(RunStatus.from_json(fields))
-        assert cli.main(["status"]) == EXIT_DONE
-        assert (error in capsys.readouterr().out) == (found is not None)
+        assert (error in command("status")) == (found is not None)
 
 
 @pytest.mark.parametrize("name", ["status.json", "result.json"])
-def test_one_damaged_run_does_not_hide_the_others(
-    run: rundir.RunDir, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_damaged_run_does_not_hide_the_others(run: rundir.RunDir, name: str, command: Command) -> None:
     damaged = rundir.create("broken")
     damaged.config.write_text("")
     (damaged.path / name).write_text("{")
-    assert cli.main(["status", "--wide"]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("status", "--wide")
     assert damaged.id in out
     assert run.id in out
 
@@ -182,10 +156,10 @@ def test_one_damaged_run_does_not_hide_the_others(
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(
-    run: rundir.RunDir, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    run: rundir.RunDir, argv: list[str], words: str, command: Command
 ) -> None:
-    assert cli.main(argv) == EXIT_REQUEST
-    assert words in said(capsys)
+    (line,) = command.refuses(*argv).splitlines()
+    assert words in line
 
 
 def test_every_module_of_a_command_is_listed_and_has_a_place_in_the_help() -> None:
@@ -197,51 +171,42 @@ def test_every_module_of_a_command_is_listed_and_has_a_place_in_the_help() -> No
     assert {*cli.FIRST} <= {*listed}
 
 
-def test_the_command_alone_shows_what_one_needs_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == EXIT_DONE
-    few = capsys.readouterr().out
+def test_the_command_alone_shows_what_one_needs_first(command: Command) -> None:
+    few = command()
     assert len(few.splitlines()) < 24  # a small terminal
     assert "`toolkit --help`" in few
-    assert cli.main(["--help"]) == EXIT_DONE
-    whole = capsys.readouterr().out
+    whole = command("--help")
     assert max(map(len, whole.splitlines())) <= 80
     assert all(f"\n  {name} " in whole for name in cli.commands())
 
 
-def test_an_unknown_option_is_named_without_the_overrides_around_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["submit", "c.yaml", "--wat", "optim.lr=1"])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --wat; did you mean '--wait'?")
+def test_an_unknown_option_is_named_without_the_overrides_around_it(command: Command) -> None:
+    err = command.refuses("submit", "c.yaml", "--wat", "optim.lr=1")
+    assert err.splitlines()[-1].endswith("unrecognized arguments: --wat; did you mean '--wait'?")
 
 
-def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["submit"])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("required: CONFIG")
+def test_overrides_are_not_required(command: Command) -> None:
+    assert command.refuses("submit").splitlines()[-1].endswith("required: CONFIG")
 
 
 def test_runs_that_cannot_be_made_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "file"))
     config = str(Path(__file__).parents[3] / "configs/digits_ddp.yaml")
     monkeypatch.chdir(Path(__file__).parents[3])
-    assert cli.main(["submit", config, "--executor", "local"]) == EXIT_REQUEST
-    line = said(capsys)
+    (line,) = command.refuses("submit", config, "--executor", "local").splitlines()
     assert f"{tmp_path / 'file'} is no folder" in line
     assert "set TOOLKIT_RUNS" in line
 
 
-def test_ctrl_c_is_no_traceback(
-    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_no_traceback(run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(status_command, "run", interrupted)
-    assert cli.main(["status", "digits"]) == 130
-    assert capsys.readouterr().err == ""
+    assert command.ends(130, "status", "digits").err == ""
 
 
 def run_command(command: str, body: str, stdout: int) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,6 @@ from toolkit.config import all_keys
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(ROOT)
     for path in ("gpt/20260101-000000-00000001", "gpt/20260102-000000-00000002", "digits/20260103-000000-00000003"):
         (tmp_path / "runs" / path).mkdir(parents=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.bench.listing import make_runs
+from tests.command import Command
 from tests.unit.cli.test_logs_command import new_run
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunState, RunStatus
@@ -24,21 +25,17 @@ from toolkit.slurm import commands
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def run() -> RunDir:
     return new_run("digits", "0.1")
 
 
-def test_a_live_run_is_not_removed_and_neither_are_those_beside_it(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_run_is_not_removed_and_neither_are_those_beside_it(run: RunDir, command: Command) -> None:
     lives = new_run("lives", "0.1")
     lives.clear_result()
     lives.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
-    assert cli.main(["rm", run.id, lives.id]) == EXIT_REQUEST
-    assert f"run {lives.id} is running; when it has ended it can be removed" in capsys.readouterr().err
+    assert f"run {lives.id} is running; when it has ended it can be removed" in command.refuses("rm", run.id, lives.id)
     assert run.path.exists()
-    assert cli.main(["rm", run.id]) == EXIT_DONE
+    command("rm", run.id)
     assert not run.path.exists()
     assert lives.path.exists()
     assert [each.id for each in rundir.all_runs()] == [lives.id]
@@ -58,9 +55,7 @@ def test_the_next_removal_completes_one_that_was_interrupted(
 
 
 @pytest.mark.parametrize("kind", ["project", "link"])
-def test_a_folder_that_is_no_runs_own_is_not_removed(
-    run: RunDir, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_runs_own_is_not_removed(run: RunDir, tmp_path: Path, kind: str, command: Command) -> None:
     if kind == "project":
         odd = tmp_path / "runs/digits/project"
         odd.mkdir()
@@ -76,17 +71,16 @@ def test_a_folder_that_is_no_runs_own_is_not_removed(
     # old enough for gc, which must leave it alone too
     for path in (odd.resolve(), *odd.resolve().rglob("*")):
         os.utime(path, (1e9, 1e9))
-    assert cli.main(["rm", run.id, str(odd)]) == EXIT_REQUEST
-    err = capsys.readouterr().err
+    err = command.refuses("rm", run.id, str(odd))
     assert says in err
     assert "it is not removed" in err
-    assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
+    command("gc", "--older-than", "30d", "--remove")
     assert run.config.exists()
     assert (odd / "config.yaml").exists()
 
 
 def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Its job belongs to another cluster on the same file system."""
     for module in (handle, commands):
@@ -95,15 +89,14 @@ def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
     now = time.time()
     run.write_owner(OwnerRecord(1, "token", "slurm", "node1", 1, now - 900, jobs=("777",), follow_ups=()))
     run.write_status(RunStatus(RunState.RUNNING, job_id="777", updated=now - 200))
-    assert cli.main(["rm", run.id]) == EXIT_REQUEST
-    assert f"run {run.id} is running? (silent); when it has ended" in capsys.readouterr().err
+    assert f"run {run.id} is running? (silent); when it has ended" in command.refuses("rm", run.id)
     run.write_status(RunStatus(RunState.RUNNING, job_id="777", updated=now - 400))
-    assert cli.main(["rm", run.id]) == EXIT_DONE
+    command("rm", run.id)
     assert not run.path.exists()
 
 
 def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-1/manifest.json").write_text("{}")
@@ -114,28 +107,24 @@ def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(
         user.config.write_text(f"name: user\nmodel: {{init_from: {source}}}\n")
         user.clear_result()
         user.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
-        assert cli.main(["rm", run.id]) == EXIT_REQUEST
-        assert f"run {user.id}, which has not ended, needs run {run.id} (model.init_from" in capsys.readouterr().err
+        err = command.refuses("rm", run.id)
+        assert f"run {user.id}, which has not ended, needs run {run.id} (model.init_from" in err
     # old enough for gc, which must leave it alone too
     for path in run.path.rglob("*"):
         os.utime(path, (1e9, 1e9))
-    assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
+    command("gc", "--older-than", "30d", "--remove")
     assert run.config.exists()
     user.write_result(result)
-    assert cli.main(["rm", run.id]) == EXIT_DONE
+    command("rm", run.id)
 
 
-def test_gc_sums_the_disk_as_du_does_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def test_gc_sums_the_disk_as_du_does_and_changes_nothing(tmp_path: Path, command: Command) -> None:
     make_runs(tmp_path / "runs", 5)
     big = rundir.all_runs()[2]
     (big.checkpoints / "step-1").mkdir()
     (big.checkpoints / "step-1/data").write_bytes(b"x" * 300_000)
     os.link(big.checkpoints / "step-1/data", big.path / "linked")
-    assert cli.main(["gc", "--json"]) == EXIT_DONE
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(command("gc", "--json"))
     assert rows[0]["run"] == big.id
     files = "find \"$0\" -type f -printf '%D %i %b\\n' | sort -u | awk '{sum += $3} END {print 512 * sum}'"
     done = subprocess.run(["sh", "-c", files, str(big.path)], capture_output=True, text=True, check=True)
@@ -143,10 +132,7 @@ def test_gc_sums_the_disk_as_du_does_and_changes_nothing(
     assert len(rundir.all_runs()) == 6
 
 
-def test_gc_tells_what_a_purge_takes_and_removes_only_what_is_over_and_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def test_gc_tells_what_a_purge_takes_and_removes_only_what_is_over_and_old(command: Command) -> None:
     old, live, new = (new_run(name, "0.1") for name in ("old", "live", "new"))
     live.clear_result()
     live.write_status(RunStatus(RunState.RUNNING, pid=os.getpid(), host=os.uname().nodename, updated=time.time()))
@@ -155,18 +141,15 @@ def test_gc_tells_what_a_purge_takes_and_removes_only_what_is_over_and_old(
         for path in run.path.rglob("*"):
             os.utime(path, (month, month))
     os.utime(old.config, (time.time(), month))  # as if it were read just now
-    assert cli.main(["gc", "--older-than", "30d", "--json"]) == EXIT_DONE
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["name"]: row for row in json.loads(command("gc", "--older-than", "30d", "--json"))}
     files = sum(path.is_file() for path in old.path.rglob("*"))
     assert rows["old"]["purged_files"] == files - 1
     assert {name: row["removed"] for name, row in rows.items()} == {"old": True, "live": False, "new": False}
     assert old.path.exists()
-    assert cli.main(["gc", "--older-than", "30d", "--remove"]) == EXIT_DONE
-    assert "1 runs that are over have not changed for 30d" in capsys.readouterr().out
+    assert "1 runs that are over have not changed for 30d" in command("gc", "--older-than", "30d", "--remove")
     assert {run.id for run in rundir.all_runs()} == {live.id, new.id}
 
 
-def test_gc_removes_nothing_without_an_age(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["gc", "--remove"]) == EXIT_REQUEST
-    assert "--remove goes with --older-than" in capsys.readouterr().err
+def test_gc_removes_nothing_without_an_age(run: RunDir, command: Command) -> None:
+    assert "--remove goes with --older-than" in command.refuses("gc", "--remove")
     assert run.path.exists()

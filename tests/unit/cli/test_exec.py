@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.command import Command
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
@@ -88,32 +89,24 @@ def test_inside_a_job_an_executor_that_is_named_submits_another(
 
 
 def test_inside_a_job_it_cannot_wait_for_another_run(
-    calls: list[Call], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    assert cli.main(["exec", "--after", "gpt", "--", "x"]) == EXIT_REQUEST
-    assert "--after: inside a job the script starts right here" in capsys.readouterr().err
-    assert cli.main(["exec", "--after", "gpt", "--executor=slurm", "--", "x"]) == EXIT_DONE
+    assert "--after: inside a job the script starts right here" in command.refuses("exec", "--after", "gpt", "--", "x")
+    command("exec", "--after", "gpt", "--executor=slurm", "--", "x")
     assert calls == [("submit", ["x"], [], {"name": None, "executor": "slurm", "after": ["gpt"]})]
 
 
 @pytest.mark.parametrize("argv", [[], ["--"], ["cluster.nodes=2"], ["python", "train.py"]])
-def test_without_a_command_it_says_where_the_command_goes(
-    calls: list[Call], argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["exec", *argv]) == EXIT_REQUEST
-    (line,) = capsys.readouterr().err.splitlines()
+def test_without_a_command_it_says_where_the_command_goes(calls: list[Call], argv: list[str], command: Command) -> None:
+    (line,) = command.refuses("exec", *argv).splitlines()
     assert "say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py" in line
     assert calls == []
 
 
-def test_an_option_of_the_commands_before_the_dashes_is_named(
-    calls: list[Call], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["exec", "--nproc=2", "a=1", "--", "python", "--lr=1"])
-    assert caught.value.code == EXIT_REQUEST
-    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --nproc=2")
+def test_an_option_of_the_commands_before_the_dashes_is_named(calls: list[Call], command: Command) -> None:
+    err = command.refuses("exec", "--nproc=2", "a=1", "--", "python", "--lr=1")
+    assert err.splitlines()[-1].endswith("unrecognized arguments: --nproc=2")
     assert calls == []
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base.errors import EXIT_REQUEST
-from toolkit.cli import main as cli
+from tests.command import Command
 from toolkit.config import merged_layers
 
 JOB = '''
@@ -47,15 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def lines(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    assert cli.main(argv) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_jobs_own_keys_come_first_with_what_the_config_changes(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = lines(capsys, "submit", "c.yaml", "params.block.heads=2", "--help")
+def test_the_jobs_own_keys_come_first_with_what_the_config_changes(folder: Path, command: Command) -> None:
+    found = command("submit", "c.yaml", "params.block.heads=2", "--help").splitlines()
     assert found[3:11] == [
         "params of job.py: The network.",
         "  params.width: int must be given",
@@ -71,7 +63,7 @@ def test_the_jobs_own_keys_come_first_with_what_the_config_changes(
 
 
 def test_each_value_names_the_layer_that_it_comes_from(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (folder / "site.yaml").write_text("cluster: {account: lab, time_min: 60, mem_gb: 8}\n")
     (folder / "base.yaml").write_text("job: job.py\ncluster: {time_min: 70}\noptim: {lr: 0.2, weight_decay: 0.0}\n")
@@ -92,15 +84,12 @@ def test_each_value_names_the_layer_that_it_comes_from(
         "params.width": "top.yaml",
         "train.epochs": "argument 'train.epochs=3'",
     }
-    found = lines(capsys, "submit", "top.yaml", "--help")
+    found = command("submit", "top.yaml", "--help").splitlines()
     assert "* cluster.qos: str | null = short       default null; from $SBATCH_QOS" in found
 
 
-def test_without_a_config_help_is_the_commands_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["submit", "--help"])
-    assert ended.value.code == 0
-    assert "--dry-run" in capsys.readouterr().out
+def test_without_a_config_help_is_the_commands_own(folder: Path, command: Command) -> None:
+    assert "--dry-run" in command("submit", "--help")
 
 
 @pytest.mark.parametrize(
@@ -110,19 +99,17 @@ def test_without_a_config_help_is_the_commands_own(folder: Path, capsys: pytest.
         ("job: plain.py\n", "plain.py declares no keys of its own; how it can: docs/config.md"),
     ],
 )
-def test_a_job_without_own_keys_has_all_others(
-    text: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_without_own_keys_has_all_others(text: str, says: str, folder: Path, command: Command) -> None:
     (folder / "plain.py").write_text("def main(config): print(config)")
     (folder / "c.yaml").write_text(text)
-    found = lines(capsys, "submit", "c.yaml", "--help")
+    found = command("submit", "c.yaml", "--help").splitlines()
     assert says in found[3]
     assert any(line.startswith("  train.epochs: int = 10") for line in found)
 
 
-def test_a_config_that_cannot_be_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["submit", "c.yaml", "--help", "params.widht=3"]) == EXIT_REQUEST
-    assert "unknown key 'params.widht'; did you mean 'params.width'?" in capsys.readouterr().err
+def test_a_config_that_cannot_be_read_is_refused(folder: Path, command: Command) -> None:
+    err = command.refuses("submit", "c.yaml", "--help", "params.widht=3")
+    assert "unknown key 'params.widht'; did you mean 'params.width'?" in err
 
 
 def test_the_keys_are_shown_without_loading_the_job_or_torch(folder: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.bench.listing import make_runs
+from tests.command import Command
 from toolkit.base import reading
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
-from toolkit.cli import main as cli
+from toolkit.base.errors import RequestError
 from toolkit.cli import run_rows, show
 from toolkit.cli.run_rows import read_rows
 from toolkit.cli.selection import parse_since
@@ -31,28 +31,23 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path) -> Path:
     """Write sixty runs that are a while old, and one that cannot be read."""
     make_runs(tmp_path / "runs", 60)
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    assert cli.main(["status", "--json", *words]) == EXIT_DONE
-    return json.loads(capsys.readouterr().out)
+def listed(command: Command, *words: str) -> list[dict[str, Any]]:
+    return json.loads(command("status", "--json", *words))
 
 
-def test_all_runs_are_listed_and_the_unreadable_one_says_which_file_it_is(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = listed(capsys, "--all")
+def test_all_runs_are_listed_and_the_unreadable_one_says_which_file_it_is(root: Path, command: Command) -> None:
+    rows = listed(command, "--all")
     assert len(rows) == 61
     (bad,) = (row for row in rows if row["state"] == "unreadable")
     assert bad["run"] == "20260101-000000-deadbeef"
     assert bad["why"].startswith("status.json cannot be read: ")
-    assert cli.main(["status", "--all", "--wide"]) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = command("status", "--all", "--wide")
     assert "61 runs: " in out
     (line,) = (line for line in out.splitlines() if line.startswith(bad["run"]))
     assert "status.json cannot be read: " in line
@@ -68,15 +63,15 @@ def test_what_a_job_uses_now_is_a_line_of_its_row(root: Path) -> None:
     assert read_rows([run])[0].using.endswith(", 2.4 of 8 GPUs at 1234 W; GPU 3 of b is unused")
 
 
-def test_a_run_whose_config_is_gone_is_a_row_that_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_config_is_gone_is_a_row_that_says_so(root: Path, command: Command) -> None:
     run = rundir.all_runs(root)[7]
     run.config.unlink()
-    (row,) = (row for row in listed(capsys, "--all") if row["run"] == run.id)
+    (row,) = (row for row in listed(command, "--all") if row["run"] == run.id)
     assert row["why"] == "config.yaml is missing"
 
 
 def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     stale, plain = rundir.all_runs(root)[5], reading.read_bytes
 
@@ -86,57 +81,56 @@ def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
         return plain(path, *most_bytes)
 
     monkeypatch.setattr(reading, "read_bytes", read_bytes)
-    (row,) = (row for row in listed(capsys, "--all") if row["run"] == stale.id)
+    (row,) = (row for row in listed(command, "--all") if row["run"] == stale.id)
     assert row["state"] == "unreadable"
     assert "Input/output error" in row["why"]
 
 
 def test_rows_that_processes_read_are_those_of_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    rows = listed(capsys, "--all")
+    rows = listed(command, "--all")
     monkeypatch.setattr(run_rows, "_MANY", 10)
-    assert listed(capsys, "--all") == rows
+    assert listed(command, "--all") == rows
     assert len(rows) == 61
     # A process that the system kills costs time, and no rows.
     here, read = os.getpid(), run_rows._row
     monkeypatch.setattr(run_rows, "_row", lambda *args: read(*args) if os.getpid() == here else os._exit(1))
-    assert listed(capsys, "--all") == rows
+    assert listed(command, "--all") == rows
 
 
-def test_filters_by_state_name_and_age(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = listed(capsys, "--all")
+def test_filters_by_state_name_and_age(root: Path, command: Command) -> None:
+    rows = listed(command, "--all")
     failed = [row["run"] for row in rows if row["state"] == "failed"]
     assert failed
-    assert [row["run"] for row in listed(capsys, "--state", "failed")] == failed
+    assert [row["run"] for row in listed(command, "--state", "failed")] == failed
     two = [row["run"] for row in rows if row["state"] in ("failed", "stopped")]
-    assert [row["run"] for row in listed(capsys, "--state", "stopped,failed")] == two
-    assert {row["name"] for row in listed(capsys, "--name", "gpt*")} == {"gpt-small", "gpt-large"}
-    recent = listed(capsys, "--since", "2h")
+    assert [row["run"] for row in listed(command, "--state", "stopped,failed")] == two
+    assert {row["name"] for row in listed(command, "--name", "gpt*")} == {"gpt-small", "gpt-large"}
+    recent = listed(command, "--since", "2h")
     assert recent == [row for row in rows if row["submitted"] and row["submitted"] > time.time() - 7200]
     assert 0 < len(recent) < 61
-    assert [row["run"] for row in listed(capsys, "--state", "unreadable")] == ["20260101-000000-deadbeef"]
+    assert [row["run"] for row in listed(command, "--state", "unreadable")] == ["20260101-000000-deadbeef"]
 
 
-def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, command: Command) -> None:
     names = "run,optim.lr,train.seed,eval/accuracy"
     words = ["status", "--all", "--state", "over", "--columns", names, "--sort", "eval/accuracy", "--reverse"]
-    assert cli.main(words) == EXIT_DONE
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines = command(*words).splitlines()
     assert head.split() == ["RUN", "OPTIM.LR", "TRAIN.SEED", "EVAL/ACCURACY"]
     cells = [line.split() for line in lines if line[:4] == "2026"]
     accuracies = [float(row[3]) for row in cells if len(row) == 4]
     assert len(accuracies) > 30
     assert accuracies == sorted(accuracies, reverse=True)
     assert {row[1] for row in cells} == {"0.1", "0.01", "0.001", "0.0100", "0.1000", "0.0010"} & {r[1] for r in cells}
-    by_lr = listed(capsys, "--all", "--sort", "optim.lr", "--state", "over")
+    by_lr = listed(command, "--all", "--sort", "optim.lr", "--state", "over")
     rates = [row["config"]["optim.lr"] for row in by_lr]
     assert rates == sorted(rates)
     # Runs that are named stay in that order, if no other is asked for.
     two = [row["run"] for row in by_lr[:2]]
     for given in (two, two[::-1]):
-        assert [row["run"] for row in listed(capsys, *given)] == given
-        assert [row["run"] for row in listed(capsys, *given, "--sort", "run")] == sorted(given)
+        assert [row["run"] for row in listed(command, *given)] == given
+        assert [row["run"] for row in listed(command, *given, "--sort", "run")] == sorted(given)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +143,9 @@ def test_own_columns_hold_metrics_and_config_keys_and_sort(root: Path, capsys: p
     ],
 )
 def test_a_wrong_filter_or_column_is_refused_with_what_there_is(
-    root: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    root: Path, words: list[str], says: str, command: Command
 ) -> None:
-    assert cli.main(["status", "--all", *words]) == EXIT_REQUEST
-    assert says in capsys.readouterr().err
+    assert says in command.refuses("status", "--all", *words)
 
 
 def test_an_age_is_a_time_or_a_date() -> None:
@@ -169,12 +162,11 @@ def test_an_age_is_a_time_or_a_date() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_a_listing_is_a_line_a_run_within_the_width(
-    root: Path, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, width: int, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     runs = rundir.all_runs(root)
-    assert cli.main(["status", "--all"]) == EXIT_DONE
-    head, *lines = capsys.readouterr().out.splitlines()[: len(runs) + 1]
+    head, *lines = command("status", "--all").splitlines()[: len(runs) + 1]
     assert max(map(len, [head, *lines])) <= width
     assert [line.split()[0] for line in lines] == [run.id[-8:] for run in runs]
     order = ["RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY", "RATE", "LEFT", "GOODPUT"]
@@ -184,9 +176,8 @@ def test_a_listing_is_a_line_a_run_within_the_width(
     assert width < 80 or {"NAME", "STEP", "NOTE"} <= {*names}
 
 
-def test_a_filter_that_no_run_matches_says_how_many_there_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "--name", "nosuch"]) == EXIT_DONE
-    assert capsys.readouterr().out == f"none of the 61 runs under {root} matches these filters\n"
+def test_a_filter_that_no_run_matches_says_how_many_there_are(root: Path, command: Command) -> None:
+    assert command("status", "--name", "nosuch") == f"none of the 61 runs under {root} matches these filters\n"
 
 
 def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_whole(
@@ -216,18 +207,17 @@ def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_whole(
 
 
 def test_many_waiting_runs_cost_one_call_and_say_what_they_wait_for(
-    root: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    root: Path, slurm: FakeSlurm, command: Command
 ) -> None:
     run = rundir.create("waits")
     run.config.write_text("")
     job = slurm.sbatch(["job.sh"])
     slurm.estimate_start(job, time.time() + 3 * 86400)
     run.write_status(RunStatus.from_json({"state": "queued", "job_id": job, "updated": time.time()}))
-    (row,) = (row for row in listed(capsys, "--all") if row["run"] == run.id)
+    (row,) = (row for row in listed(command, "--all") if row["run"] == run.id)
     assert (row["state"], row["reason"]) == ("queued (PENDING, Resources)", "Resources")
     assert row["expected_start"] > time.time()
     assert slurm.asked_for_jobs[0] == ()
     assert len(slurm.asked_for_jobs) == 2  # the second about the jobs that this Slurm never had
-    assert cli.main(["status", run.id]) == EXIT_DONE
-    assert "waits for free nodes (Resources); Slurm expects it to start at " in capsys.readouterr().out
+    assert "waits for free nodes (Resources); Slurm expects it to start at " in command("status", run.id)
     assert len(slurm.asked_for_jobs) == 2

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.command import Command
 from toolkit import config as configs
 from toolkit.base import fsio, terminal
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.cli.commands.logs import LOOK_EVERY
@@ -26,8 +26,7 @@ AT = 1_795_519_584.0
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def run() -> RunDir:
     return new_run("digits", "0.1")
 
 
@@ -44,7 +43,7 @@ def clock(seconds: float, form: str = "%H:%M:%S") -> str:
 
 
 def test_a_character_that_is_half_written_is_shown_when_it_is_whole(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     log = run.logs / "supervisor.log"
     log.parent.mkdir(exist_ok=True)
@@ -58,24 +57,21 @@ def test_a_character_that_is_half_written_is_shown_when_it_is_whole(
         run.write_result(RunResult(RunState.COMPLETED))
 
     monkeypatch.setattr(time, "sleep", go_on)
-    assert cli.main(["logs", run.id, "--supervisor", "--follow"]) == EXIT_DONE
-    assert capsys.readouterr().out == "café\nend \ufffd"
+    assert command("logs", run.id, "--supervisor", "--follow") == "café\nend \ufffd"
 
 
 def test_what_rank_0_prints_comes_first_and_the_supervisors_log_where_it_has_none(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
+    run: RunDir, command: Command
 ) -> None:
     fsio.make_dir(run.logs)
     (run.logs / "supervisor.log").write_text("the nodes were bad\n")
-    assert cli.main(["logs", run.id]) == EXIT_DONE
-    assert capsys.readouterr().out == "the nodes were bad\n"
+    assert command("logs", run.id) == "the nodes were bad\n"
     for number in (1, 2):
         fsio.make_dir(run.attempt_logs(number))
         run.rank_log(number, 0).write_text(f"of attempt {number}\n")
-    assert cli.main(["logs", run.id]) == EXIT_DONE
-    assert cli.main(["logs", run.id, "--attempt", "1"]) == EXIT_DONE
-    assert cli.main(["logs", run.id, "--supervisor"]) == EXIT_DONE
-    assert capsys.readouterr().out == "of attempt 2\nof attempt 1\nthe nodes were bad\n"
+    assert command("logs", run.id) == "of attempt 2\n"
+    assert command("logs", run.id, "--attempt", "1") == "of attempt 1\n"
+    assert command("logs", run.id, "--supervisor") == "the nodes were bad\n"
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -94,16 +90,16 @@ def test_the_last_lines_are_those_of_tail(
             assert capsys.readouterr().out == tail.stdout, (text, count)
 
 
-def test_the_last_lines_of_all_ranks_are_those_by_time(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_of_all_ranks_are_those_by_time(run: RunDir, command: Command) -> None:
     attempt_with_logs(run)
-    assert cli.main(["logs", run.id, "--merged", "--tail", "2"]) == EXIT_DONE
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["last", "ends"]
-    assert cli.main(["logs", run.id, "--tail", "-1"]) == EXIT_REQUEST
+    out = command("logs", run.id, "--merged", "--tail", "2")
+    assert [line.split()[-1] for line in out.splitlines()] == ["last", "ends"]
+    command.refuses("logs", run.id, "--tail", "-1")
 
 
 @pytest.mark.parametrize("prints", [True, False])
 def test_following_a_script_that_has_not_started_waits_for_what_it_prints(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prints: bool
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command, prints: bool
 ) -> None:
     run.config.write_text(f"job: {configs.FOREIGN_JOB}\nargv: [python, x.py]\n")
     (run.path / "result.json").unlink()
@@ -120,14 +116,13 @@ def test_following_a_script_that_has_not_started_waits_for_what_it_prints(
         run.write_result(RunResult(RunState.COMPLETED))
 
     monkeypatch.setattr(time, "sleep", supervisor_starts)
-    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
-    out, err = capsys.readouterr()
+    out, err = command.ends(EXIT_DONE, "logs", run.id, "--follow")
     assert out == ("epoch 1\n" if prints else "attempt 1: 2 ranks\n")
     assert err == f"run {run.id} is completed: waiting for rank-0.log\n"  # as its status says
 
 
 def test_following_the_log_of_a_run_without_a_process_ends(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (run.logs / "supervisor.log").parent.mkdir(exist_ok=True)
     (run.logs / "supervisor.log").write_text("the last line\n")
@@ -135,8 +130,7 @@ def test_following_the_log_of_a_run_without_a_process_ends(
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
     fsio.write_json(run.path / "owner.json", OwnerRecord(1, "", "local", socket.gethostname(), 2**22 + 1, AT).to_json())
-    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
-    assert capsys.readouterr().out == "the last line\n"
+    assert command("logs", run.id, "--follow") == "the last line\n"
     assert 0 < len(naps) <= 2 * LOOK_EVERY
 
 
@@ -160,12 +154,9 @@ def attempt_with_logs(run: RunDir) -> None:
     (logs / "rank-10.log").write_text(f"{clock(4)} ten\n")
 
 
-def test_merged_logs_are_in_the_order_of_time_with_their_writers(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merged_logs_are_in_the_order_of_time_with_their_writers(run: RunDir, command: Command) -> None:
     attempt_with_logs(run)
-    assert cli.main(["logs", run.id, "--merged"]) == EXIT_DONE
-    lines = [line.split(" | ", 1) for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split(" | ", 1) for line in command("logs", run.id, "--merged").splitlines()]
     told = [(who.strip(), text.split()[-1]) for who, text in lines]
     assert told == [
         ("rank 0", "time"),
@@ -180,15 +171,14 @@ def test_merged_logs_are_in_the_order_of_time_with_their_writers(
     ]
 
 
-def test_merged_logs_go_on_after_midnight(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_logs_go_on_after_midnight(run: RunDir, command: Command) -> None:
     logs = run.attempt_logs(1)
     logs.mkdir(parents=True)
     midnight = time.mktime((2026, 11, 25, 0, 0, 0, 0, 0, -1))
     run.write_status(RunStatus(RunState.COMPLETED, attempt=1, started=midnight - 60, updated=midnight))
     (logs / "rank-0.log").write_text("23:59:30 a\n00:00:30 d\n")
     (logs / "rank-1.log").write_text("23:59:40 b\n00:00:20 c\n")
-    assert cli.main(["logs", run.id, "--merged"]) == EXIT_DONE
-    assert [line[-1] for line in capsys.readouterr().out.splitlines()] == ["a", "b", "c", "d"]
+    assert [line[-1] for line in command("logs", run.id, "--merged").splitlines()] == ["a", "b", "c", "d"]
 
 
 def error(run: RunDir, rank: int, at: float, text: str) -> None:
@@ -203,26 +193,22 @@ def error(run: RunDir, rank: int, at: float, text: str) -> None:
     run.error_file(1, rank).write_text(json.dumps({**said, "exit_code": 1}))
 
 
-def test_errors_begin_with_the_rank_that_failed_first(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_begin_with_the_rank_that_failed_first(run: RunDir, command: Command) -> None:
     attempt_with_logs(run)
     error(run, 0, AT + 5, "late")
     error(run, 10, AT + 4, "early")
-    assert cli.main(["logs", run.id, "--errors"]) == EXIT_DONE
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("logs", run.id, "--errors").splitlines()
     assert lines[0].startswith("rank 10 on n10 failed first: ")
     assert lines[1] == "  at early"
     assert lines[2].startswith("rank 0 on n0 failed later: ")
 
 
-def test_a_rank_that_was_killed_shows_its_last_lines_before_the_others_errors(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_was_killed_shows_its_last_lines_before_the_others_errors(run: RunDir, command: Command) -> None:
     attempt_with_logs(run)
     error(run, 0, AT + 5, "connection reset")
     failure = FirstFailure(1, "n1", "killed by SIGKILL")
     run.add_attempt(AttemptRecord(1, ("n1",), AT, AT + 9, "crashed", "give_up", first_failure=failure))
-    assert cli.main(["logs", run.id, "--errors"]) == EXIT_DONE
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("logs", run.id, "--errors").splitlines()
     assert lines[0] == "rank 1 on n1 failed first: killed by SIGKILL"
     assert lines[2] == "  Traceback"
     assert lines[3].startswith("rank 0 on n0 failed later: ")
@@ -238,16 +224,12 @@ def test_a_rank_that_was_killed_shows_its_last_lines_before_the_others_errors(
         (["--rank", "7"], "no such log; there are: none yet"),
     ],
 )
-def test_logs_refuses_what_has_no_meaning(
-    run: RunDir, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["logs", run.id, *words]) == EXIT_REQUEST
-    assert says in capsys.readouterr().err
+def test_logs_refuses_what_has_no_meaning(run: RunDir, words: list[str], says: str, command: Command) -> None:
+    assert says in command.refuses("logs", run.id, *words)
 
 
-def test_a_run_without_failures_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["logs", run.id, "--errors"]) == EXIT_DONE
-    assert capsys.readouterr().out == "no rank of attempt 1 has failed\n"
+def test_a_run_without_failures_says_so(run: RunDir, command: Command) -> None:
+    assert command("logs", run.id, "--errors") == "no rank of attempt 1 has failed\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- rm and gc
@@ -272,15 +254,14 @@ def test_of_a_progress_bar_only_what_is_seen_at_last_is_a_line(
     assert lines == [seen, "saved", seen]
 
 
-def test_a_bar_below_another_is_no_line_of_its_own(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_below_another_is_no_line_of_its_own(run: RunDir, command: Command) -> None:
     inner = "".join(f"\n\r shards {step}%\x1b[A\r train {step}%" for step in range(50))
     with_bars(run, f"begin\n{inner}\ndone\n")
-    assert cli.main(["logs", run.id]) == EXIT_DONE
-    assert capsys.readouterr().out == "begin\n train 49%\ndone\n"
+    assert command("logs", run.id) == "begin\n train 49%\ndone\n"
 
 
 def test_a_followed_bar_is_written_every_few_seconds_into_a_pipe(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (run.path / "result.json").unlink()
     with_bars(run, "begin\n")
@@ -297,8 +278,7 @@ def test_a_followed_bar_is_written_every_few_seconds_into_a_pipe(
             run.write_result(RunResult(RunState.COMPLETED))
 
     monkeypatch.setattr(time, "sleep", go_on)
-    assert cli.main(["logs", run.id, "--follow"]) == EXIT_DONE
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("logs", run.id, "--follow").splitlines()
     assert (lines[0], lines[-1]) == ("begin", "end")
     assert 4 <= len(lines) - 2 <= 8, lines
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import Command
 from toolkit import config as configs
-from toolkit.base.errors import EXIT_REQUEST
-from toolkit.cli import main as cli
 from toolkit.cli import surroundings
 from toolkit.files import rundir
 
@@ -22,9 +21,8 @@ LOOK = "import mine, os; print(mine.__file__, os.getcwd(), os.environ['FROM_SETU
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
+def run(tmp_path: Path) -> rundir.RunDir:
     """Make a run with a copy of its sources, whose project has changed since."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     project = tmp_path / "project"
     run = rundir.create("gpt")
     for folder in (project, run.path / ".code/1"):
@@ -104,11 +102,10 @@ def test_what_it_cannot_do_is_refused(
     words: list[str],
     says: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert cli.main(["shell", *words]) == EXIT_REQUEST
-    assert says in capsys.readouterr().err
+    assert says in command.refuses("shell", *words)
 
 
 def test_slurm_is_asked_for_what_the_job_had_without_what_only_a_script_has(run: rundir.RunDir) -> None:
@@ -125,6 +122,5 @@ def test_slurm_is_asked_for_what_the_job_had_without_what_only_a_script_has(run:
     assert "--partition=gpu" in second
 
 
-def test_the_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    assert "  shell " in capsys.readouterr().out
+def test_the_help_names_it(command: Command) -> None:
+    assert "  shell " in command("--help")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.base.errors import EXIT_DONE
-from toolkit.cli import main as cli
+from tests.command import Command
 from toolkit.cli import show
 from toolkit.files import rundir
 from toolkit.files.run_files import RunStatus
@@ -23,8 +21,7 @@ RECOVERED = {"host": "node01", "ranks": [2], "ratio": 3.0, "since": NOW - 900.0,
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+def run(monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(show, "SILENT_S", 3600.0)  # NOW was when the tests began
     made = rundir.create("digits")
     made.config.write_text("")
@@ -38,21 +35,19 @@ def stands(run: RunDir, *stragglers: dict[str, Any], nodes: list[str] = NODES, *
     )
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    assert cli.main(argv) == EXIT_DONE
-    return [line for line in capsys.readouterr().out.splitlines() if "slow" in line]
+def told(command: Command, *argv: str) -> list[str]:
+    return [line for line in command(*argv).splitlines() if "slow" in line]
 
 
-def test_status_names_who_is_slow_now(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_names_who_is_slow_now(run: RunDir, command: Command) -> None:
     stands(run, RECOVERED, SLOW)
     expected = "node03 (ranks 12-15) is 1.6 times slower than the others for 12 min"
-    assert told(capsys, "status") == [expected]
+    assert told(command, "status") == [expected]
 
 
-def test_status_as_json_has_all_of_them(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json_has_all_of_them(run: RunDir, command: Command) -> None:
     stands(run, RECOVERED, SLOW)
-    assert cli.main(["status", "--json"]) == EXIT_DONE
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(command("status", "--json"))
     assert [(s["host"], s["slow_s"], s["until"] is None) for s in row["stragglers"]] == [
         ("node01", 90.0, False),
         ("node03", 720.0, True),
@@ -61,7 +56,7 @@ def test_status_as_json_has_all_of_them(run: RunDir, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("stragglers", [[RECOVERED], []])
 def test_status_says_nothing_where_nobody_is_slow(
-    run: RunDir, stragglers: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    run: RunDir, stragglers: list[dict[str, Any]], command: Command
 ) -> None:
     stands(run, *stragglers)
-    assert told(capsys, "status") == []
+    assert told(command, "status") == []

@@ -34,8 +34,7 @@ ARGS = Namespace(run=[], state=None, since=None, name=None, columns=None)
 class Hour:
     """Runs, a fake Slurm, and watchers of them by the fake's clock."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    def __init__(self, tmp_path: Path) -> None:
         self.slurm = FakeSlurm(now=time.time())
         self.answer = tmp_path / "queue.json"
 
@@ -60,8 +59,8 @@ class Hour:
 
 
 @pytest.fixture
-def hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hour:
-    return Hour(tmp_path, monkeypatch)
+def hour(tmp_path: Path) -> Hour:
+    return Hour(tmp_path)
 
 
 def test_runs_that_go_on_are_watched_without_a_call_to_slurm(hour: Hour) -> None:

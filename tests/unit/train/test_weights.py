@@ -80,9 +80,8 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run() -> RunDir:
     """Return a run with the steps 100 and 200, whose weights are 100 and 200."""
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
     for step in (100, 200):
