@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import html.parser
 import json
 import math
 import random
 import re
 import stat
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +26,13 @@ from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.run_files import AttemptRecord, RunResult, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.metrics.goodput import MEASURED, PARTS, Timesheet
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.plugins.report.curves import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, is_aside
 from toolkit.plugins.report.page import macro
+from toolkit.plugins.report.stragglers import History
 from toolkit.run.job import nodes
 
 #: Elements that have no end.
@@ -386,3 +391,101 @@ def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:
     svg = macro("chart", "usage/disk_written_gib", [("run", curve)], 2, [])
     assert re.findall(r'class="y">([^<]*)<', svg) == ["0", "0.05", "0.1"]
     assert is_aside("usage/disk_written_gib")
+
+
+# ------------------------------------------------------------------------------------------------------------- history
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> RunDir:
+    return rundir.create("test", tmp_path)
+
+
+def ledger(**seconds: float) -> dict[str, float]:
+    return dict.fromkeys(PARTS, 0.0) | seconds
+
+
+def line(number: int, first: int | None, last: int | None, **more: Any) -> AttemptRecord:
+    times = {"started": "2026-11-20T15:00:10.000+00:00", "ended": "2026-11-20T15:02:00.000+00:00"}
+    place = {
+        "nodes": "node[1-2]",
+        "cause": "crashed",
+        "decision": "restart",
+        "line": "rank 1 on node2: killed by SIGKILL",
+    }
+    keys = {"attempt": number, "step_start": first, "step_end": last, **times, **place, **more}
+    return AttemptRecord.from_json(keys)
+
+
+def history(fresh: RunDir, attempt: int, first_step: int, *, rank: int = 0, **spent: float) -> History:
+    sheet = Timesheet()
+    sheet.spent |= spent
+    session: Any = SimpleNamespace(attempt=attempt, is_main=rank == 0, run_dir=fresh.path)
+    return History(session, first_step, sheet)
+
+
+def test_the_shares_are_of_the_time_since_the_submission_over_all_attempts(fresh: RunDir) -> None:
+    """The whole is 200 s: 120 s up to the end of the first attempt.
+
+    Then 20 s pass to the second one's first step, and 60 s after it.
+    """
+    before = ledger(queue=10.0, training=90.0, data_wait=6.0, idle=14.0)
+    fresh.add_attempt(line(1, 0, 100, submitted="2026-11-20T15:00:00.000+00:00", goodput=before))
+    at = datetime.fromisoformat("2026-11-20T15:02:20.000+00:00").timestamp()
+    fresh.write_status(
+        RunStatus.from_json({"attempt": 2, "updated": at, "started": at, "goodput": ledger(start_up=18.0, idle=2.0)})
+    )
+    seen = history(fresh, 2, 80, training=54.0, data_wait=6.0).scalars(120)  # 40 steps, 20 of them again
+    assert seen.pop("run/attempt") == 2.0
+    shares = ledger(queue=10.0, start_up=18.0, training=90.0 + 27.0, data_wait=6.0 + 3.0, replay=30.0, idle=16.0)
+    assert seen == pytest.approx({f"goodput/{part}": seconds / 200.0 for part, seconds in shares.items()}, abs=1e-5)
+
+
+def test_without_a_supervisor_the_shares_are_of_the_loops_own_time(fresh: RunDir) -> None:
+    seen = history(fresh, 1, 0, training=3.0, evaluation=1.0).scalars(10)
+    assert (seen["goodput/training"], seen["goodput/evaluation"], seen["run/attempt"]) == (0.75, 0.25, 1.0)
+    assert sum(seen.values()) == pytest.approx(2.0)
+
+
+def test_the_first_attempt_has_no_restarts_to_tell_of(fresh: RunDir) -> None:
+    assert history(fresh, 1, 0).take_table() is None
+
+
+def test_each_restart_is_a_row_that_says_what_it_cost(fresh: RunDir) -> None:
+    fresh.add_attempt(line(1, 0, 170))
+    fresh.add_attempt(line(2, None, None, line="rank 0: a|b\nnot found", nodes="node[1,3]"))
+    fresh.write_status(RunStatus.from_json({"attempt": 3, "nodes": ["node1"]}))
+    seen = history(fresh, 3, 100)
+    assert (seen.take_table() or "").splitlines() == [
+        "| attempt | from step | nodes | why the attempt before it ended | steps lost |",
+        "| --- | --- | --- | --- | --- |",
+        "| 2 |  | node[1,3] | crashed: rank 1 on node2: killed by SIGKILL |  |",
+        r"| 3 | 100 | node1 | crashed: rank 0: a\|b not found |  |",
+    ]
+    assert seen.take_table() is None  # once in an attempt
+    assert "| 2 | 60 | node[1-2] | crashed: rank 1 on node2: killed by SIGKILL | 110 |" in told_of(fresh)
+
+
+def told_of(fresh: RunDir) -> str:
+    """Return the table at the first step of the second attempt."""
+    (fresh.path / "attempts.jsonl").unlink()
+    fresh.add_attempt(line(1, 0, 170))
+    fresh.write_status(RunStatus.from_json({"attempt": 2, "nodes": ["node1", "node2"]}))
+    return history(fresh, 2, 60).take_table() or ""
+
+
+def test_a_disk_that_is_away_costs_figures_and_ends_no_training(fresh: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: RunDir) -> RunStatus:
+        raise OSError(errno.EIO, "Input/output error")
+
+    told = history(fresh, 1, 0)
+    monkeypatch.setattr(RunDir, "status", away)
+    assert "goodput/training" in told.scalars(1)
+
+
+def test_only_rank_0_reads_the_files(fresh: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.add_attempt(line(1, 0, 100, goodput=ledger(training=1.0)))
+    monkeypatch.setattr(RunDir, "attempts", lambda self: 1 / 0)
+    monkeypatch.setattr(RunDir, "status", lambda self: 1 / 0)
+    other = history(fresh, 2, 0, rank=1, **dict.fromkeys(MEASURED, 1.0))
+    assert (other.scalars(5), other.take_table()) == ({}, None)

@@ -83,24 +83,8 @@ def test_a_path_that_no_file_system_takes_is_refused_by_its_key(key: str, value:
         configs.validate(configs.load_config(None, [f"{key}={value}"], site=False))
 
 
-@pytest.mark.parametrize("key", ["data.root", "checkpoint.copy_to", "model.init_from"])
-def test_a_home_folder_of_nobody_is_no_traceback(key: str) -> None:
-    with pytest.raises(RequestError, match=key):
-        configs.validate(configs.load_config(None, [f"{key}=~no.such.user/x"], site=False))
-
-
-MANIFEST: dict[str, Any] = {
-    "step": 1,
-    "world_size": 1,
-    "versions": {},
-    "meta": {},
-    "files": {},
-    "tensors": {},
-    "values": {},
-    "headers": [],
-}
-
-
+OBJECTS = ("versions", "meta", "files", "tensors", "values")
+MANIFEST: dict[str, Any] = {"step": 1, "world_size": 1, **{key: {} for key in OBJECTS}, "headers": []}
 NO_META = [{"metrics": [1]}, {"metrics": {"x": "y"}}, {"identity": 5}]
 NO_HEADERS: list[Any] = [None, [1], [[]], [{}], 5, "x"]
 NO_OBJECTS = [None, [], [1], 5, "x"]
@@ -109,7 +93,7 @@ NO_OBJECTS = [None, [], [1], 5, "x"]
 @pytest.mark.parametrize(
     ("key", "odd"),
     [
-        *((key, odd) for key in ("versions", "meta", "files", "tensors", "values") for odd in NO_OBJECTS),
+        *((key, odd) for key in OBJECTS for odd in NO_OBJECTS),
         *(("meta", odd) for odd in NO_META),
         *(("headers", odd) for odd in NO_HEADERS),
         *((key, {"rank-00000.safetensors": odd}) for key in ("files", "tensors", "values") for odd in NO_OBJECTS),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.command import Command
 from tests.unit.checkpoint.ranks import blank, weights
+from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.policy import Keep
@@ -125,6 +126,8 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run:
         (["export", "digits", "--to", "x.onnx"], "no format goes by .onnx; say which: --as"),
         (["export", "digits", "--to", "nowhere/x.pt"], "is in a folder that does not exist"),
         (["export", "digits", "--to", "README.md", "--as", "torch"], "is there already; choose another name"),
+        (["verify", "digits", "10", "20"], "20"),
+        (["list", "digits", "10"], "10"),
         (["verify", "digits", "7"], "no checkpoint of step 7; there are: 40, 30, 20"),
         (["diff", "digits", "40"], "name two steps of its 3 checkpoints"),
         (["prune", "digits", "--keep", "1"], "--keep 1 is too few"),
@@ -146,3 +149,10 @@ def test_a_run_that_may_be_writing_is_not_pruned(run: RunDir, command: Command) 
     before = names(run)
     assert "is running: prune it when it has ended" in command.refuses("checkpoint", "prune", run.id)
     assert names(run) == before
+
+
+def test_a_checkpoint_without_its_manifest_is_not_verified(run: RunDir, command: Command) -> None:
+    fsio.make_dir(run.checkpoints / "step-00000010")
+    out = command.ends(EXIT_FAILED, "checkpoint", "verify", run.id).out
+    assert "step-00000010/manifest.json cannot be read: No such file" in out
+    assert "damaged: it has no manifest.json" in command("checkpoint", "list", run.id, "--wide")

@@ -46,24 +46,41 @@ def test_status_as_json_is_json_also_when_the_loss_is_no_number(run: rundir.RunD
 
 
 @pytest.mark.parametrize(
-    ("reason", "says"),
+    ("state", "slurm", "reason", "says", "advice"),
     [
-        ("Resources", "requeued (PENDING, Resources)"),
-        ("launch failed requeued held", "`scontrol release 7` lets it go on"),
-        ("BadConstraints", "Slurm holds job 7 (BadConstraints)"),
-        (None, "requeued (PENDING)"),
+        ("requeued", "PENDING", "Resources", "requeued (PENDING, Resources)", ""),
+        ("requeued", "PENDING", "launch failed requeued held", "requeued (", "`scontrol release 7` lets it go on"),
+        ("requeued", "PENDING", "BadConstraints", "requeued (", "Slurm holds job 7 (BadConstraints)"),
+        ("requeued", "PENDING", None, "requeued (PENDING)", ""),
+        # Slurm 24.11 shows REQUEUE_HOLD where 22.05 shows PENDING.
+        (
+            "starting",
+            "REQUEUE_HOLD",
+            "launch failed requeued held",
+            "starting (REQUEUE_HOLD",
+            "Slurm holds job 7 (launch",
+        ),
+        ("starting", "REQUEUE_HOLD", None, "starting (REQUEUE_HOLD", "Slurm holds job 7 (REQUEUE_HOLD); when that is"),
     ],
 )
-def test_status_says_what_slurm_lets_a_job_wait_for(
-    reason: str | None, says: str, monkeypatch: pytest.MonkeyPatch, command: Command
+def test_status_says_what_slurm_lets_a_job_wait_for_and_what_lets_it_go_on(
+    state: str,
+    slurm: str,
+    reason: str | None,
+    says: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
 ) -> None:
     waits = rundir.create("digits")
     waits.config.write_text("")
-    waits.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "PENDING", reason)])
+    fields = {"state": state, "attempt": 2, "job_id": "7", "updated": time.time() - 600}
+    waits.write_status(RunStatus.from_json(fields))
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", slurm, reason)])
     out = command("status")
     assert says in out
-    assert ("release" in out) == (reason not in ("Resources", None))
+    assert advice in out
+    assert ("`scontrol release 7`" in out) == bool(advice)
 
 
 @pytest.mark.parametrize(("log_s", "is_told"), [(None, True), (100.0, True), (300.0, False)])
@@ -109,22 +126,6 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
     )
     monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", slurm, None)])
     assert show.status_rows([run])[0].state == shown
-
-
-@pytest.mark.parametrize("reason", ["launch failed requeued held", None])
-def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
-    reason: str | None, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    """Slurm 24.11 shows REQUEUE_HOLD where 22.05 shows PENDING."""
-    run = rundir.create("digits")
-    run.config.write_text("")
-    run.write_status(
-        RunStatus.from_json({"state": "starting", "attempt": 1, "job_id": "7", "updated": time.time() - 600})
-    )
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", "REQUEUE_HOLD", reason)])
-    out = command("status")
-    assert "starting (REQUEUE_HOLD" in out
-    assert f"Slurm holds job 7 ({reason or 'REQUEUE_HOLD'}); when that is mended, `scontrol release 7`" in out
 
 
 def test_saves_that_fail_are_told_while_the_run_goes_on(command: Command) -> None:

@@ -52,6 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         (["--name=n", "a=1", "--", "x", "--name", "m", "c=3"], ["x", "--name", "m", "c=3"], ["a=1"], "n"),
         (["--", "sh", "-c", "exec x -- y", "--", "z"], ["sh", "-c", "exec x -- y", "--", "z"], [], None),
         (["--", "--wait"], ["--wait"], [], None),
+        (["--on-restart", "--resume", "--name", "n", "--", "x"], ["x"], ['on_restart=["--resume"]'], "n"),
         (["--", "x", "", "it's"], ["x", "", "it's"], [], None),
     ],
 )
@@ -60,11 +61,6 @@ def test_what_follows_the_two_dashes_is_the_commands_word_for_word(
 ) -> None:
     assert cli.main(["exec", *argv]) == EXIT_DONE
     assert calls == [("submit", command, overrides, {"name": name, "executor": "auto", "after": []})]
-
-
-def test_words_for_a_restart_may_begin_with_a_minus(calls: list[Call]) -> None:
-    assert cli.main(["exec", "--on-restart", "--resume", "--name", "n", "--", "x"]) == EXIT_DONE
-    assert calls == [("submit", ["x"], ['on_restart=["--resume"]'], {"name": "n", "executor": "auto", "after": []})]
 
 
 @pytest.mark.parametrize(("option", "code"), [("--wait", 5), ("--follow", 7)])
@@ -78,14 +74,6 @@ def test_inside_a_job_it_runs_right_here(calls: list[Call], monkeypatch: pytest.
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     assert cli.main(["exec", "retry.max_failures=0", "--name", "n", "--", "x", "-v"]) == EXIT_DONE
     assert calls == [("here", ["x", "-v"], ["retry.max_failures=0"], {"name": "n"})]
-
-
-def test_inside_a_job_an_executor_that_is_named_submits_another(
-    calls: list[Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    assert cli.main(["exec", "--executor", "slurm", "--", "x"]) == EXIT_DONE
-    assert calls == [("submit", ["x"], [], {"name": None, "executor": "slurm", "after": []})]
 
 
 def test_inside_a_job_it_cannot_wait_for_another_run(

@@ -120,7 +120,3 @@ def test_slurm_is_asked_for_what_the_job_had_without_what_only_a_script_has(run:
     assert "--nodes=1" in first
     assert "--nodes=2" in second
     assert "--partition=gpu" in second
-
-
-def test_the_help_names_it(command: Command) -> None:
-    assert "  shell " in command("--help")
