@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from tests.unit.config.conftest import ROOT
 from toolkit import config as configs
+from toolkit.base import staged
 from toolkit.base.errors import ConfigError, RequestError
-from toolkit.config import JobConfig, MeshConfig, StrategyConfig, job_module, load_config, validate
+from toolkit.config import JobConfig, MeshConfig, StrategyConfig, check_section, job_module, load_config, validate
+from toolkit.config.catalog import data_root
 from toolkit.files.rundir import RUN_DIR_VARIABLE
+from toolkit.limits import PATH, OneOf, Range, Where
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -170,6 +176,19 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ('notify=[""]', ["notify", "a program and its arguments"]),
         ('notify=["mail", "a\\0b"]', ["notify[1]", "control character"]),
         ("cluster.extra.nodes=3", ["cluster.nodes"]),
+        ("train.clip_norm=0", ["train.clip_norm", "1e-12 or more"]),
+        ("train.spike_factor=5", ["train.spike_factor", "train.skip_bad_steps: true"]),
+        ("train.rollback_after=5", ["train.rollback_after", "train.skip_bad_steps: true"]),
+        ("train.skip_bad_steps=true train.spike_factor=1", ["train.spike_factor", "1.01 or more"]),
+        ("train.skip_bad_steps=true strategy.name=fsdp", ["train.skip_bad_steps", "adamw"]),
+        ("strategy.compression=int8 train.skip_bad_steps=true train.spike_factor=3", ["train.spike", "compression"]),
+        ("train.ema_decay=1", ["train.ema_decay", "between 0 and 1"]),
+        ("train.precision=fp16 strategy.name=zero", ["train.precision", "bf16"]),
+        ("train.precision=fp16 strategy.compression=int8", ["train.precision", "compression"]),
+        ("train.channels_last=true strategy.name=fsdp", ["train.channels_last", "ddp"]),
+        ("train.pruning.amount=1", ["train.pruning.amount", "below 1"]),
+        ("train.pruning.amount=0.5", ["train.pruning.end_step", "in which step"]),
+        ("'train.pruning={amount: 0.5, start_step: 9, end_step: 8}'", ["train.pruning.end_step", "start_step 9"]),
         ("'cluster.extra={\"x y\": 1}'", ["cluster.extra"]),
     ],
 )
@@ -188,42 +207,6 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
 def _words(overrides: str) -> list[str]:
     """Split overrides as a shell would; a space within a value stays."""
     return re.split(r" (?=[a-z_.]+=)", overrides.strip("'"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["retry.no_progress_attempts=0"], ["retry.no_progress_attempts", "1 or more"]),
-        (["retry.no_progress_attempts=-1"], ["retry.no_progress_attempts", "1 or more"]),
-        (["train.clip_norm=0"], ["train.clip_norm", "1e-12 or more"]),
-        (["train.spike_factor=5"], ["train.spike_factor", "train.skip_bad_steps: true"]),
-        (["train.rollback_after=5"], ["train.rollback_after", "train.skip_bad_steps: true"]),
-        (["train.skip_bad_steps=true", "train.spike_factor=1"], ["train.spike_factor", "1.01 or more"]),
-        (["train.skip_bad_steps=true", "strategy.name=fsdp"], ["train.skip_bad_steps", "adamw"]),
-        (["train.ema_decay=1"], ["train.ema_decay", "between 0 and 1"]),
-        (["train.precision=fp16", "strategy.name=zero"], ["train.precision", "bf16"]),
-        (["train.channels_last=true", "strategy.name=fsdp"], ["train.channels_last", "ddp"]),
-        (["train.pruning.amount=1"], ["train.pruning.amount", "below 1"]),
-        (["train.pruning.amount=0.5"], ["train.pruning.end_step", "in which step"]),
-        (
-            ["train.pruning.amount=0.5", "train.pruning.start_step=9", "train.pruning.end_step=8"],
-            ["train.pruning.end_step", "start_step 9"],
-        ),
-    ],
-)
-def test_what_cannot_happen_to_a_step_is_refused_with_key_and_remedy(overrides: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate(load_config(ROOT / "configs/digits_ddp.yaml", overrides))
-    for word in words:
-        assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("overrides", [["train.precision=fp16"], ["train.skip_bad_steps=true", "train.spike_factor=3"]])
-def test_residuals_are_refused_beside_what_would_spoil_them(overrides: list[str]) -> None:
-    config = load_config(ROOT / "configs/digits_ddp.yaml", ["strategy.compression=int8", *overrides])
-    key = overrides[-1].partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"{key}.*compression|compression.*{key}"):
-        validate(config)
 
 
 def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,18 +257,27 @@ def test_every_default_is_valid() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "ranks", "expected"),
     [
-        ("ddp", {}, 8, (8, 1, 1)),
-        ("fsdp", {}, 8, (1, 8, 1)),
-        ("fsdp", {"replicas": 2}, 8, (2, 4, 1)),
-        ("zero", {"shards": 2}, 8, (4, 2, 1)),
-        ("auto", {}, 8, (8, 1, 1)),
+        ("ddp", {}, 8, (8, 1, 1, 1)),
+        ("fsdp", {}, 8, (1, 8, 1, 1)),
+        ("fsdp", {"replicas": 2}, 8, (2, 4, 1, 1)),
+        ("zero", {"shards": 2}, 8, (4, 2, 1, 1)),
+        ("auto", {}, 8, (8, 1, 1, 1)),
+        ("tensor", {}, 8, (1, 1, 8, 1)),
+        ("tensor", {"tensor": 2}, 8, (4, 1, 2, 1)),
+        ("tensor", {"tensor": 2, "shards": 4}, 8, (1, 4, 2, 1)),
+        ("tensor", {"shards": 2}, 8, (1, 2, 4, 1)),
+        ("pipeline", {}, 4, (1, 1, 1, 4)),
+        ("pipeline", {"stages": 2}, 6, (3, 1, 1, 2)),
+        ("pipeline", {"replicas": 3}, 6, (3, 1, 1, 2)),
+        ("pipeline", {"stages": 3, "replicas": 2}, 6, (2, 1, 1, 3)),
+        ("pipeline", {}, 1, (1, 1, 1, 1)),
     ],
 )
 def test_what_a_mesh_leaves_open_is_what_is_left(
-    name: str, given: dict[str, int], ranks: int, expected: tuple[int, int, int]
+    name: str, given: dict[str, int], ranks: int, expected: tuple[int, int, int, int]
 ) -> None:
     found = configs.mesh_of(StrategyConfig(name, mesh=MeshConfig(**given)), ranks)
-    assert (found.replicas, found.shards, found.tensor) == expected
+    assert (found.replicas, found.shards, found.tensor, found.stages) == expected
 
 
 def test_groups_of_layers_merge_by_pattern_and_keep_their_types(tmp_path: Path) -> None:
@@ -309,3 +301,52 @@ def test_what_a_list_or_mapping_holds_has_its_type_too(override: str, says: str)
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert says in str(caught.value)
+
+
+def test_the_root_of_the_data_is_the_node_s_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy/images").mkdir(parents=True)
+    monkeypatch.setenv(staged.VARIABLE, json.dumps({"/shared": str(tmp_path / "copy")}))
+    assert data_root("/shared/images") == tmp_path / "copy/images"
+    assert data_root("/other") == Path("/other")
+
+
+@dataclass
+class Inner:
+    depth: Annotated[int, Range(1, 9)] = 2
+    limit: Annotated[float, Range(0, 1), Where(lambda limit: limit != 1, "1 is no limit")] | None = None
+
+
+@dataclass
+class Outer:
+    mode: Annotated[str, OneOf("wide", "deep")] = "wide"
+    folders: Annotated[list[str], PATH] = field(default_factory=list)
+    label: str = "a"
+    inner: Inner = field(default_factory=Inner)
+
+    def check(self) -> None:
+        if self.mode == "deep" and self.inner.depth < 3:
+            raise ConfigError("own.mode: deep needs own.inner.depth 3")
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (Outer(mode="depp"), "own.mode: there is no 'depp'; did you mean 'deep'? valid: wide, deep"),
+        (Outer(folders=["/a", ""]), "own.folders[1]: '' is empty"),
+        (Outer(label="a\nb"), "own.label: 'a\\nb' is empty or holds a line break"),
+        (Outer(inner=Inner(depth=0)), "own.inner.depth: 0 is refused; it must be a number of 1 or more, 9 at most"),
+        (Outer(inner=Inner(limit=2)), "own.inner.limit: 2 is refused"),
+        (Outer(inner=Inner(limit=1)), "own.inner.limit: 1 is no limit"),
+        (Outer(mode="deep"), "own.mode: deep needs own.inner.depth 3"),
+        (Outer(mode="deep", inner=Inner(depth=0)), "own.inner.depth: 0 is refused"),  # its keys first
+    ],
+)
+def test_what_a_section_does_not_allow_is_refused_by_the_name_of_its_key(section: Outer, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_section(section, "own.")
+    assert str(caught.value).startswith(says)
+
+
+def test_the_defaults_and_the_bounds_themselves_pass() -> None:
+    check_section(Outer(), "own.")
+    check_section(Outer("deep", ["~/x"], inner=Inner(9, 0.0)), "own.")

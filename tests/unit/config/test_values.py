@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
-from toolkit.base.errors import RequestError
+from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import JobConfig, all_keys, load_config, validate, value_of
+from toolkit.config.cluster import FLAGS, REFUSED, SHORT, check_extra
 
 
 def refusal(*overrides: str, login_node: bool = True) -> str:
@@ -74,10 +76,7 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ("dist.timeout_s=1000000000", "dist.timeout_s: 1000000000 is refused"),
         ("data.root=~nobody9/x", "data.root: there is no user whose home folder '~nobody9/x' could be in"),
         ("model.init_from=~nobody9/x", "model.init_from: there is no user whose home folder '~nobody9/x' could be in"),
-        (
-            "checkpoint.copy_to=~nobody9",
-            "checkpoint.copy_to: there is no user whose home folder '~nobody9' could be in",
-        ),
+        ("checkpoint.copy_to=~nobody9", "checkpoint.copy_to: there is no user whose home folder '~nobody9' could be"),
         ("cluster.container_mounts=[~nobody9]", "cluster.container_mounts[0]: there is no user whose home folder"),
         (f"data.root={'a' * 5000}", "data.root: 'aaa"),
         ("data.root=/no/such/folder", "data.root: there is no folder /no/such/folder"),
@@ -93,10 +92,7 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ("optim.schedule=cosin", "optim.schedule: there is no 'cosin'; did you mean 'cosine'"),
         ("optim.min_lr=1", "optim.min_lr: 1.0 is more than optim.lr 0.05"),
         ("optim.min_lr=0.01", "optim.min_lr: optim.schedule constant never falls"),
-        (
-            "optim.decay_steps=9",
-            "optim.decay_steps: constant falls from the end of the warm-up on; use optim.schedule wsd",
-        ),
+        ("optim.decay_steps=9", "optim.decay_steps: constant falls from the end of the warm-up on; use"),
         ("optim={nesterov: true, name: adam}", "optim.nesterov: is for optim.name sgd, muon, not adam; leave it out"),
         (
             "optim={eps: 1e-6, name: a.B}",
@@ -111,10 +107,7 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ("optim={name: adam, betas: [0.9, 1]}", "optim.betas: [0.9, 1.0] is refused"),
         ("optim.groups.head.*={lr_scal: 2}", "optim.groups.head.*: there is no 'lr_scal'; did you mean 'lr_scale'"),
         ("optim.groups.head.*={lr_scale: -1}", "optim.groups.head.*.lr_scale: -1 is refused"),
-        (
-            "optim.groups.head.*={lr_scale: fast}",
-            "optim.groups.head.*.lr_scale: 'fast' is refused; it must be a number",
-        ),
+        ("optim.groups.head.*={lr_scale: fast}", "optim.groups.head.*.lr_scale: 'fast' is refused; it must be a"),
         ("optim.groups.head.*={optimizer: adamw}", "optim.groups.head.*: there is no 'optimizer'"),
         ("optim={name: a.B, groups: {x: {lr: 1}}}", "optim.groups.x.lr: the schedule sets the rate; give its part as"),
         ("optim={name: muon, groups: {x: {optimizer: sgd}}}", "optim.groups.x.optimizer: there is no 'sgd'"),
@@ -187,3 +180,109 @@ def test_no_number_of_a_config_can_be_huge_or_none() -> None:
 def test_what_is_not_there_is_for_the_login_node_to_say() -> None:
     overrides = ["notify=[no-such-program]", "checkpoint.copy_to=/proc/copies", "data.root=/no/such/folder"]
     validate(load_config(None, overrides), login_node=False)
+
+
+# ------------------------------------------------------------------------------------------------------- cluster.extra
+
+
+def config_with(**extra: object) -> JobConfig:
+    config = JobConfig()
+    config.cluster.extra = dict(extra)
+    return config
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"begin": "16:00", "deadline": "2030-01-01", "comment": 'it\'s "quoted"; $(rm -rf /)', "nice": True},
+        {"mail_type": "FAIL", "mail-user": "me@example.org", "licenses": "matlab:1", "hold": True, "nice": 100},
+        {"requeue": "expedite", "oversubscribe": True, "gres": "nvme:1", "mem-per-cpu": "2G", "hint": "nomultithread"},
+        {"no_requeue": True, "nodelist": "n[01-04,07]", "reservation": "maintenance", "dependency": "afterok:7"},
+    ],
+)
+def test_flags_that_change_nothing_that_the_toolkit_relies_on_are_taken(extra: dict[str, object]) -> None:
+    validate(config_with(**extra))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("test-only", True, "sbatch would submit nothing with it; `toolkit submit --dry-run`"),
+        ("help", True, "sbatch would submit nothing"),
+        ("usage", True, "sbatch would submit nothing"),
+        ("version", True, "sbatch would submit nothing"),
+        ("wait", True, "`toolkit submit --wait` waits"),
+        ("parsable", True, "changes what sbatch prints"),
+        ("quiet", True, "changes what sbatch prints"),
+        ("chdir", "/tmp", "ranks start in the folder in which the run is submitted"),
+        ("clusters", "other", "ask the cluster of this login node"),
+        ("uid", "root", "belongs to the user who submits it"),
+        ("get_user_env", True, "need the environment"),
+        ("input", "/dev/null", "reads no input"),
+        ("container", "/image", "use cluster.container"),
+        ("gpus", 4, "use cluster.gpus_per_node"),
+        ("gres", "gpu:a100:4", "asks for 4 GPUs of each node; set cluster.gpus_per_node=4 as well"),
+        ("gres", "nvme:1,gres/gpu", "asks for 1 GPUs of each node"),
+        ("mem", 0, "use cluster.mem_gb; 0 is all memory of a node"),
+        ("exclusive", True, "use cluster.exclusive; only user, mcs and topo"),
+        ("nodes", 2, "use cluster.nodes"),
+        ("nodes", "2-4", "2-4 goes with cluster.nodes from 2 on"),
+        ("distribution", "cyclic", "which rank is on which node"),
+        ("N", 2, "use cluster.nodes"),
+        ("-p", "gpu", "use cluster.partition"),
+        ("H", True, "write the long name of the flag, hold"),
+        ("mail-tpye", "FAIL", "sbatch has no flag --mail-tpye; did you mean 'mail-type'?"),
+        ("Comment", "x", "sbatch has no flag --Comment; did you mean 'comment'?"),
+        ("x y", "1", "sbatch has no flag --x y"),
+        ("comment", True, "wants a value"),
+        ("hold", "yes", "takes no value; write true"),
+        ("comment", "a\n#SBATCH --uid=0", "a line break"),
+        ("nice", float("inf"), "must be a text"),
+        ("comment", "", "must be a text"),
+        ("comment", ["a"], "must be a text"),
+        ("requeue", False, "write no-requeue: true"),
+        ("nodelist", "n[1-", "this bracket never closes"),
+    ],
+)
+def test_a_flag_that_cannot_be_meant_is_refused_with_the_reason(flag: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(config_with(**{flag: value}))
+    assert str(caught.value).startswith(f"cluster.extra.{flag}: ")
+    assert says in str(caught.value)
+
+
+def test_every_flag_that_is_refused_is_one_of_sbatchs_and_says_what_to_do() -> None:
+    for flag, reason in REFUSED.items():
+        assert flag in FLAGS
+        for name in (flag, flag.replace("-", "_")):
+            with pytest.raises(ConfigError) as caught:
+                check_extra(config_with(**{name: "1"}).cluster)
+            assert reason in str(caught.value)
+
+
+def test_every_short_option_stands_for_a_flag() -> None:
+    assert set(SHORT.values()) <= FLAGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["cluster.extra={no_requeue: true, no-requeue: true}"], "is there twice"),
+        (["cluster.extra={requeue: true, no-requeue: true}"], "does not go with requeue"),
+        (["cluster.extra={mem-per-cpu: 2G}", "cluster.mem_gb=4"], "does not go with cluster.mem_gb"),
+    ],
+)
+def test_flags_that_contradict_each_other_and_no_hosts_are_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(None, overrides))
+    assert says in str(caught.value)
+
+
+def test_a_flag_of_the_sites_plugins_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_with(**{"local-scratch": "10G"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no flag --local-scratch"):
+        validate(config, login_node=False)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho '      --local-scratch=SIZE   (of a plugin)'\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    validate(config, login_node=False)
