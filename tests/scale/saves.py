@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.scale import Curve
-from tests.unit.checkpoint.test_exchange import WAIT_S, waited
+from tests.unit.checkpoint.test_ranks import WAIT_S, waited
 
 LOOK_S = 15e-6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,24 @@ def on_ranks(count: int, body: Callable[[int, HashStore], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
+
+
+def save_on(folder: Path, states: Sequence[State], step: int = 3, **how: Any) -> list[Any]:
+    """Save on as many ranks as there are states. Returns the path that each has got, or its error."""
+
+    def run(rank: int, kv: HashStore) -> Path:
+        return save(CheckpointFolder(folder), step, states[rank], {}, rank=rank, world_size=len(states), kv=kv, **how)
+
+    return on_ranks(len(states), run)
+
+
+def load_on(folder: Path, states: Sequence[State], **how: Any) -> list[Any]:
+    """Load into each rank's state. Returns what each rank has loaded, or its error."""
+
+    def run(rank: int, kv: HashStore) -> Loaded | None:
+        return load(CheckpointFolder(folder), states[rank], rank=rank, world_size=len(states), kv=kv, **how)
+
+    return on_ranks(len(states), run)
 
 
 def alone(checkpoints: CheckpointFolder, step: int, state: State, **meta: Any) -> Path:

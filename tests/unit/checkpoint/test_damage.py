@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
+from tests.unit.checkpoint.ranks import alone, load_alone, load_on, save_on, tensor_of, weights
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.manifest import CorruptCheckpointError
-from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import PerRank, Replicated
 
 pytestmark = pytest.mark.chaos
@@ -144,20 +141,14 @@ def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> 
     def state(rank: int, value: float) -> dict[str, Any]:
         return {"w": Replicated(torch.full((2,), value)), f"own/rank{rank}": PerRank(torch.full((2,), value))}
 
-    def write(rank: int, kv: HashStore) -> None:
-        checkpoints = CheckpointFolder(tmp_path)
-        for step in (1, 2):
-            save(checkpoints, step, state(rank, float(step)), {}, rank=rank, world_size=3, kv=kv)
-
-    def read(rank: int, kv: HashStore) -> tuple[int, list[str], float]:
-        live = state(rank, 0.0)
-        loaded = load(CheckpointFolder(tmp_path), live, rank=rank, world_size=3, kv=kv)
-        return loaded.step, list(loaded.skipped), float(live["w"].value[0])
-
-    on_ranks(3, write)
+    for step in (1, 2):
+        save_on(tmp_path, [state(rank, float(step)) for rank in range(3)], step)
     file = tmp_path / "step-00000002/rank-00002.safetensors"  # only rank 2 reads it
     flip(file, 8 * file.stat().st_size - 3)
-    assert on_ranks(3, read) == [(1, ["step-00000002"], 1.0)] * 3
+    lives = [state(rank, 0.0) for rank in range(3)]
+    found = [(loaded.step, list(loaded.skipped)) for loaded in load_on(tmp_path, lives)]
+    assert found == [(1, ["step-00000002"])] * 3
+    assert [float(live["w"].value[0]) for live in lives] == [1.0] * 3
 
 
 def test_a_newer_format_is_refused_naming_both_versions(checkpoints: CheckpointFolder) -> None:
@@ -214,14 +205,12 @@ def test_a_symbolic_link_in_place_of_a_file_is_refused(checkpoints: CheckpointFo
     assert loaded_value(checkpoints) == 100.0
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("start", -8), ("start", 8), ("size_bytes", 1 << 60), ("size_bytes", "48"), ("crc32", None), ("shape", [9, 9])],
-)
-def test_ranges_that_lie_are_refused_before_memory_is_taken(
-    checkpoints: CheckpointFolder, key: str, value: Any
-) -> None:
-    rewrite(checkpoints.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update({key: value}))
+LIES = {"start": -8}, {"start": 8}, {"size_bytes": 1 << 60}, {"size_bytes": "48"}, {"crc32": None}, {"shape": [9, 9]}
+
+
+@pytest.mark.parametrize("part", LIES, ids=str)
+def test_ranges_that_lie_are_refused_before_memory_is_taken(checkpoints: CheckpointFolder, part: Any) -> None:
+    rewrite(checkpoints.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update(part))
     with pytest.raises(CorruptCheckpointError, match="is no manifest of format 2"):
         checkpoints.verify(checkpoints.path(200))
 

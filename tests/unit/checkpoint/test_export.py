@@ -16,17 +16,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed import HashStore
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.file_operations import file_operations
-from tests.unit.checkpoint.ranks import alone, on_ranks
+from tests.unit.checkpoint.ranks import alone, save_on
 from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.checkpoint import tensors, whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.whole import export
-from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import Entry, PerRank, Replicated, Sharded, State
 
 FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
@@ -114,15 +112,14 @@ def test_a_model_is_loaded_from_its_export(tmp_path: Path, form: str) -> None:
 def test_what_ranks_shared_is_whole_again(tmp_path: Path, form: str) -> None:
     rows, columns = torch.arange(20.0).reshape(5, 4), torch.arange(12).reshape(2, 6)
 
-    def run(rank: int, kv: HashStore) -> Path:
-        a, b = ((0, 1), (1, 1), (1, 5))[rank]
-        state = {
+    states: list[State] = [
+        {
             "model/rows": Sharded(rows[a:b].clone(), (5, 4), (a, 0)),
-            "model/columns": Sharded(columns[:, 2 * rank : 2 * rank + 2].clone(), (2, 6), (0, 2 * rank)),
+            "model/columns": Sharded(columns[:, left : left + 2].clone(), (2, 6), (0, left)),
         }
-        return save(CheckpointFolder(tmp_path / "checkpoints"), 3, state, {}, rank=rank, world_size=3, kv=kv)
-
-    assert len(set(on_ranks(3, run))) == 1
+        for a, b, left in ((0, 1, 0), (1, 1, 2), (1, 5, 4))
+    ]
+    assert len(set(save_on(tmp_path / "checkpoints", states))) == 1
     expected = {"rows": rows, "columns": columns}
     assert same(read_back(exported(tmp_path, form), form, expected), expected)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
+from tests.unit.checkpoint.ranks import alone, load_alone, load_on, weights
 from tests.unit.owners import STRANGER, give
 from toolkit.base import trust
 from toolkit.base.errors import CheckpointError
@@ -84,10 +84,7 @@ def test_an_empty_folder_of_others_is_refused_before_anything_is_trained(tmp_pat
 def test_all_ranks_hear_of_it(checkpoints: CheckpointFolder) -> None:
     checkpoints.folder.chmod(0o770)
 
-    def read(rank: int, kv: HashStore) -> object:
-        return load(CheckpointFolder(checkpoints.folder), weights(0.0), rank=rank, world_size=3, kv=kv)
-
-    outcomes = on_ranks(3, read)
+    outcomes = load_on(checkpoints.folder, [weights(0.0)] * 3)
     assert all(isinstance(outcome, CheckpointError) and "has mode 0770" in str(outcome) for outcome in outcomes)
 
 

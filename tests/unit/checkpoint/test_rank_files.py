@@ -18,17 +18,14 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, on_ranks, tensor_of, weights
+from tests.unit.checkpoint.ranks import alone, load_on, save_on, tensor_of, weights
 from tests.unit.checkpoint.test_damage import flip
 from tests.unit.checkpoint.test_roundtrip import dense_dtypes, random_bits, same_bits
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import CorruptCheckpointError, TensorPart
-from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State, pieces_of
 
 WEIGHT, MOMENT = torch.randn(6, 4), torch.randn(6, 4, dtype=torch.float64)
@@ -59,10 +56,7 @@ def sharded(rank: int, ranks: int) -> State:
 
 
 def put(folder: Path, step: int, state: States, ranks: int) -> Path:
-    def run(rank: int, kv: HashStore) -> Path:
-        return save(CheckpointFolder(folder), step, state(rank, ranks), {}, rank=rank, world_size=ranks, kv=kv)
-
-    (path,) = set(on_ranks(ranks, run))
+    (path,) = set(save_on(folder, [state(rank, ranks) for rank in range(ranks)], step))
     return path
 
 
@@ -162,14 +156,9 @@ def test_at_a_resume_each_header_is_read_by_one_rank_and_damage_counts_for_all(
 
     monkeypatch.setattr(manifests, "open_part", noted)
 
-    def resume(rank: int, kv: HashStore) -> tuple[int, str]:
-        live = sharded(rank, ranks)
-        loaded = load(CheckpointFolder(tmp_path), live, rank=rank, world_size=ranks, kv=kv, read_only=True)
-        return loaded.step, loaded.skipped["step-00000002"]
-
-    for step, reason in on_ranks(ranks, resume):
-        assert step == 1
-        assert "rank-00001.safetensors is damaged: its header" in reason
+    for loaded in load_on(tmp_path, [sharded(rank, ranks) for rank in range(ranks)], read_only=True):
+        assert loaded.step == 1
+        assert "rank-00001.safetensors is damaged: its header" in loaded.skipped["step-00000002"]
     assert sorted(opened) == [manifests.file_name(rank) for rank in range(3)]
 
 

@@ -13,14 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks
+from tests.unit.checkpoint.ranks import alone, load_alone, load_on, save_on
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.manifest import TensorPart
-from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.writer import save
 from toolkit.ranks.state import Sharded, State
 
 #: One rank's rectangle: a slice for each dimension.
@@ -37,22 +34,15 @@ def rows(*edges: int) -> list[Cut]:
 
 
 def put(folder: Path, step: int, whole: npt.NDArray[Any], cuts: list[Cut]) -> None:
-    def run(rank: int, kv: HashStore) -> Path:
-        state = {"w": shard(whole, cuts[rank])}
-        return save(CheckpointFolder(folder), step, state, {}, rank=rank, world_size=len(cuts), kv=kv)
-
-    assert set(on_ranks(len(cuts), run)) == {CheckpointFolder(folder).path(step)}
+    paths = save_on(folder, [{"w": shard(whole, cut)} for cut in cuts], step)
+    assert set(paths) == {CheckpointFolder(folder).path(step)}
 
 
 def got(folder: Path, like: npt.NDArray[Any], cuts: list[Cut]) -> list[tuple[int, npt.NDArray[Any]]]:
     """Return the step and the shard that each rank has loaded."""
-
-    def run(rank: int, kv: HashStore) -> tuple[int, npt.NDArray[Any]]:
-        live = shard(np.zeros_like(like), cuts[rank])
-        loaded = load(CheckpointFolder(folder), {"w": live}, rank=rank, world_size=len(cuts), kv=kv)
-        return loaded.step, live.value.numpy()
-
-    return on_ranks(len(cuts), run)
+    lives = [shard(np.zeros_like(like), cut) for cut in cuts]
+    loaded = load_on(folder, [{"w": live} for live in lives])
+    return [(found.step, live.value.numpy()) for found, live in zip(loaded, lives, strict=True)]
 
 
 @st.composite
@@ -103,12 +93,8 @@ INT1: torch.dtype = vars(torch)["int1"]  # torch does not say that it is there
 def test_types_that_numpy_does_not_have_are_cut_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 1, 0]], dtype=torch.uint8).repeat(1, dtype.itemsize)
     cut = whole.view(dtype)
-
-    def part(rank: int, kv: HashStore) -> Path:
-        state = {"w": Sharded(cut[rank * 2 : rank * 2 + 2], (4, 3), (2 * rank, 0))}
-        return save(CheckpointFolder(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
-
-    assert on_ranks(2, part) == [tmp_path / "step-00000003"] * 2
+    states = [{"w": Sharded(cut[start : start + 2], (4, 3), (start, 0))} for start in (0, 2)]
+    assert save_on(tmp_path, states) == [tmp_path / "step-00000003"] * 2
     live = torch.zeros(3, 2 * dtype.itemsize, dtype=torch.uint8).view(dtype)
     load_alone(CheckpointFolder(tmp_path), {"w": Sharded(live, (4, 3), (1, 1))})
     assert torch.equal(live.view(torch.uint8), whole[1:, dtype.itemsize :])
