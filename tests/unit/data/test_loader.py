@@ -205,3 +205,84 @@ def test_evaluation_of_single_samples_equals_the_data_set() -> None:
 
 def test_evaluation_yields_nothing_to_a_rank_without_a_share() -> None:
     assert list(eval_batches(Numbers(7), Share(0, 0), 3)) == []
+
+
+def batch_of(count: int) -> Batch:
+    return Batch((torch.arange(count * 2.0).view(count, 2), torch.arange(count)), torch.arange(count) + 100, 64)
+
+
+def test_micro_batches_are_the_batch_in_order() -> None:
+    parts = batch_of(7).split(3)
+    assert [len(part) for part in parts] == [2, 2, 3]
+    assert torch.equal(torch.cat([part.inputs for part in parts]), batch_of(7).inputs)
+    assert torch.equal(torch.cat([part.positions for part in parts]), batch_of(7).positions)
+    assert {part.global_count for part in parts} == {64}
+
+
+def test_micro_batches_may_be_empty_and_keep_their_shape() -> None:
+    assert [tuple(part.inputs.shape) for part in batch_of(1).split(2)] == [(0, 2), (1, 2)]
+
+
+def test_positions_stay_on_the_cpu() -> None:
+    moved = batch_of(3).to("meta")
+    assert moved.inputs.device.type == moved.targets.device.type == "meta"
+    assert moved.positions.device.type == "cpu"
+    assert len(moved) == 3
+
+
+def test_a_share_of_nothing_is_empty() -> None:
+    assert Share(0, 0).bounds(10) == (0, 0)
+
+
+@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, -1), (1, 0)])
+def test_impossible_shares_are_refused(index: int, count: int) -> None:
+    with pytest.raises(ValueError, match=r"within 0\.\.count-1"):
+        Share(index, count)
+
+
+def positions(loaders: list[Loader], step: int) -> list[list[int]]:
+    batches = [loader.at(step) for loader in loaders]
+    return [batch.positions.tolist() for batch in batches if batch is not None]
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Numbers(50), 0), (Noisy(50), 0), (Noisy(50), 2)])
+def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: int) -> None:
+    """The cuts change after steps 3, 6 and 7, from the earliest possible step on."""
+    even = Loader(dataset, global_batch_size=12, seed=3, share=Share(0, 1))
+    loaders = [
+        Loader(dataset, global_batch_size=12, seed=3, share=Share(rank, 3), workers=workers) for rank in range(3)
+    ]
+    news = {3: [6, 3, 3], 6: [2, 2, 8], 7: [4, 5, 3]}
+    expected = {0: [4, 4, 4]}
+    try:
+        for step in range(22):
+            if step in news:
+                for loader in loaders:
+                    loader.cut(step + loader.ahead, news[step])
+                # batches that workers have begun keep the cut before
+                expected[step + loaders[0].ahead] = news[step]
+            batches = [batch for loader in loaders if (batch := loader.at(step)) is not None]
+            counts = expected[max(first for first in expected if first <= step)]
+            assert [len(batch) for batch in batches] == counts, step
+            whole = even.at(step)
+            assert whole is not None
+            for name in ("inputs", "targets", "positions"):
+                parts = [getattr(batch, name) for batch in batches]
+                assert np.array_equal(np.concatenate(parts), getattr(whole, name)), (step, name)
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_steps_that_were_given_are_cut_as_they_were() -> None:
+    loaders = [Loader(Numbers(50), global_batch_size=10, seed=3, share=Share(rank, 2)) for rank in range(2)]
+    for loader in loaders:
+        loader.cut(5, [8, 2])
+        loader.cut(9, [3, 7])
+    assert [[len(part) for part in positions(loaders, step)] for step in (9, 4, 8, 5, 30)] == [
+        [3, 7],
+        [5, 5],
+        [8, 2],
+        [8, 2],
+        [3, 7],
+    ]

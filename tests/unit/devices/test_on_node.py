@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.devices.machines import DAWN, DGX, JUPITER, LUMI, Machine
-from toolkit.devices import on_node
+from toolkit import registry
+from toolkit.devices import accelerator, kinds, on_node
 from toolkit.devices.kinds import ROCM, contradiction
 
 
@@ -134,3 +136,14 @@ def test_files_that_are_not_as_documented_are_said_to_be_unreadable(tmp_path: Pa
     root = LUMI.write(tmp_path)
     (root / "sys/class/kfd/kfd/topology/nodes/4/properties").write_text("simd_count many")
     assert "cannot be read" in on_node.described({}, root)
+
+
+def test_plugins_are_not_searched_for_a_kind_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search of the installed packages would be made by every rank at its start."""
+    monkeypatch.setattr(accelerator, "_built_for", lambda: torch.device("xpu"))
+    monkeypatch.setattr(registry, "find", lambda *words: pytest.fail(f"searched for {words}"))
+    accelerator.built_for.cache_clear()
+    try:
+        assert accelerator.built_for() is kinds.XPU
+    finally:
+        accelerator.built_for.cache_clear()

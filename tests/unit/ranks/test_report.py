@@ -19,16 +19,17 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.waiting import PATIENCE, wait_for
+from toolkit import hang
 from toolkit import hang as activity_words
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.hang import Activity
+from toolkit.hang import Activity, Watchdog
 from toolkit.nodes.agent import reports
-from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, Outbox, RankReport
+from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, NodeProgress, Outbox, RankReport
 from toolkit.ranks import report, store_host
-from toolkit.ranks.report import AgentReporter, FileReporter, Reporter
+from toolkit.ranks.report import AgentReporter, EarlyWork, FileReporter, Reporter, family_cpu_s
 from toolkit.ranks.stop import PREFIX, STOP, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
@@ -354,3 +355,77 @@ def test_no_message_for_many_ranks_is_longer_than_the_server_parses_at_once() ->
 def test_a_value_that_is_long_by_itself_goes_in_one_message() -> None:
     pieces = list(in_pieces([("a", "1"), ("long", "x" * 10_000), ("b", "2")]))
     assert pieces == [{"a": "1"}, {"long": "x" * 10_000}, {"b": "2"}]
+
+
+# ------------------------------------------------------------------------------------------ work before the first step
+
+
+HANG_TIMEOUT_S = 600
+
+
+class Rank:
+    """A rank whose clock and use of the CPU the test sets, with the agent and the supervisor that hear of it."""
+
+    def __init__(self) -> None:
+        self.now = self.used_s = 0.0
+        self.activity = Activity()
+        self._work = EarlyWork(self.activity, lambda: self.used_s, lambda: self.now)
+        self._agent = NodeProgress(lambda: self.now)
+        self.watchdog = Watchdog(HANG_TIMEOUT_S, lambda: self.now)
+
+    def go_on(self, seconds: int, cores: float) -> bool:
+        """Report each second. Return whether it ever counted as a hang."""
+        was_stuck = False
+        for _ in range(seconds):
+            self.now += 1.0
+            self.used_s += cores
+            self._work.look()
+            now = self.activity
+            self._agent.hear(RankReport(1, 0, now.phase, now.step, now.count))
+            digest = self._agent.digest()
+            assert digest is not None
+            self.watchdog.hear("here", digest)
+            was_stuck |= self.watchdog.is_stuck()
+        return was_stuck
+
+
+@pytest.mark.parametrize("phase", [hang.SETTING_UP, hang.PRIMING, hang.IN_STEP, hang.OWN_CODE])
+def test_a_compile_that_is_longer_than_the_limit_is_no_hang(phase: str) -> None:
+    rank = Rank()
+    rank.activity.phase = phase
+    assert not rank.go_on(3 * HANG_TIMEOUT_S, cores=0.3)
+
+
+@pytest.mark.parametrize("phase", [hang.WAITING_FOR_DATA, hang.LOGGING, hang.LOADING])
+def test_a_rank_that_keeps_a_core_busy_as_it_waits_hangs(phase: str) -> None:
+    rank = Rank()
+    rank.activity.phase = phase
+    assert rank.go_on(HANG_TIMEOUT_S, cores=1.0)
+
+
+def test_a_rank_that_uses_no_cpu_hangs_before_its_first_step() -> None:
+    rank = Rank()
+    rank.activity.phase = hang.IN_STEP
+    assert rank.go_on(HANG_TIMEOUT_S, cores=0.005)
+
+
+def test_after_the_first_step_the_cpu_says_nothing() -> None:
+    rank = Rank()
+    rank.activity.phase = hang.IN_STEP
+    assert not rank.go_on(HANG_TIMEOUT_S, cores=1.0)
+    rank.activity.step = 1
+    assert rank.go_on(HANG_TIMEOUT_S, cores=1.0)
+
+
+def test_compilers_that_a_rank_has_started_count_as_it() -> None:
+    """Those that run, and those that have ended."""
+    before_s = family_cpu_s()
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        alive_s = family_cpu_s() - before_s
+        child.communicate(b"\n")
+    assert alive_s >= 0.25
+    assert family_cpu_s() - before_s >= 0.25

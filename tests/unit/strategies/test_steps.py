@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from jobs.llama import Llama, LlamaSizes
 from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
 from toolkit.strategies import StepOutput
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.models import blocks, checkpoint_activations
+from toolkit.strategies.update.apply import Average, Update
 from toolkit.strategies.update.gradients import (
     DECAY,
     MADE,
@@ -261,3 +263,126 @@ def test_a_step_left_out_right_after_a_resume_keeps_the_loaded_statistics() -> N
     skipped = update.apply(0.1)
     assert int(skipped) == NOT_FINITE
     assert model.running_mean.item() == 5.0
+
+
+# -------------------------------------------------------------------------------------------------- the moving average
+
+
+STEPS, SAVED = 40, 17
+
+
+def averages(model: nn.Module, average: Average, made: Tensor | None, first: int, last: int) -> list[Tensor]:
+    """Make the steps from ``first`` to ``last``, each with other weights; return the averages."""
+    for step in range(first, last):
+        torch.manual_seed(step)
+        with torch.no_grad():
+            model.get_parameter("weight").normal_()
+        average.follow(made)
+    return [tensor.clone() for tensor in average.of.values()]
+
+
+@pytest.mark.parametrize("made", [None, torch.tensor(1.0)], ids=["all are made", "the device knows which are made"])
+def test_an_average_that_was_loaded_goes_on_with_the_same_bits(made: Tensor | None) -> None:
+    model = nn.Linear(50, 50)
+    start = model.weight.detach().clone()
+    whole = averages(model, Average(model, 0.9999), made, 0, STEPS)
+    model.weight.data.copy_(start)
+    before = Average(model, 0.9999)
+    saved = averages(model, before, made, 0, SAVED)
+    after = Average(model, 0.9999)
+    for tensor, value in zip(after.of.values(), saved, strict=True):
+        tensor.copy_(value)
+    after.loaded({name: entry.value for name, entry in before.state().items() if not isinstance(entry.value, Tensor)})
+    for ours, expected in zip(averages(model, after, made, SAVED, STEPS), whole, strict=True):
+        assert torch.equal(ours, expected)
+
+
+class Centred(nn.Module):
+    """A layer whose pass replaces a buffer, beside a frozen parameter of integers."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)
+        self.center = self.center + 1
+        return outputs - self.center
+
+
+def test_an_average_follows_a_buffer_that_the_pass_replaces() -> None:
+    model = Centred()
+    average = Average(model, 0.5)
+    for _ in range(3):
+        model(torch.ones(1, 2))
+        average.follow(None)
+    expected = 0.0
+    for step, center in enumerate((1.0, 2.0, 3.0)):
+        expected += (1 - min(0.5, (1 + step) / (10 + step))) * (center - expected)
+    assert average.of_buffers()[0].tolist() == pytest.approx([expected] * 2)
+    average.show()
+    assert model.center.tolist() == pytest.approx([expected] * 2)
+    average.hide()
+    assert model.center.tolist() == [3.0, 3.0]
+    assert "ema/codes" not in average.state(), "integers have no average"
+
+
+def test_a_step_that_was_left_out_is_not_counted_by_the_average() -> None:
+    average = Average(nn.Linear(1, 1), 0.9)
+    for made, steps in ((1.0, 1), (0.0, 1), (1.0, 2)):
+        average.follow(torch.tensor(made))
+        assert average.state()["ema/steps"].value == steps
+
+
+def test_an_average_that_a_checkpoint_lacks_begins_with_the_loaded_weights() -> None:
+    model = nn.Linear(2, 2)
+    average = Average(model, 0.9)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    average.loaded({})
+    assert torch.equal(average.of[model.weight], model.weight)
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+
+
+def test_the_blocks_of_a_transformer_are_its_layers_whole() -> None:
+    model = Llama(LlamaSizes(16, layers=3, width=8, heads=2, kv_heads=1, hidden=8))
+    assert blocks(model) == list(model.model.layers)
+    torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+    assert blocks(torchs) == list(torchs.layers)
+
+
+@pytest.mark.parametrize(("every", "runs"), [(1, [2, 2, 2, 2, 2]), (2, [1, 2, 1, 2, 1]), (5, [1, 1, 1, 1, 2])])
+def test_of_so_many_blocks_the_last_one_computes_its_activations_again(every: int, runs: list[int]) -> None:
+    model = Llama(LlamaSizes(16, layers=5, width=8, heads=2, kv_heads=1, hidden=8))
+    counts = [0] * 5
+    for number, layer in enumerate(model.model.layers):
+
+        def count(*_: object, number: int = number) -> None:
+            counts[number] += 1
+
+        layer.get_submodule("input_layernorm").register_forward_hook(count)
+    checkpoint_activations(model, every)
+    model(torch.arange(4)[None]).sum().backward()
+    assert counts == runs
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_every: this model has 5 blocks, fewer than 6"):
+        checkpoint_activations(model, 6)
+
+
+def test_blocks_are_found_at_any_depth_and_none_within_another() -> None:
+    def pair() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    stage = nn.Sequential(pair(), pair())
+    model = nn.ModuleDict({"stem": nn.Linear(2, 2), "body": nn.ModuleDict({"deep": nn.ModuleList([stage, nn.ReLU()])})})
+    assert blocks(model) == list(stage)
+
+
+def test_single_layers_and_modules_without_parameters_are_no_blocks() -> None:
+    empty = [nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())]
+    assert blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), *empty)) == []
