@@ -12,10 +12,12 @@ import pytest
 
 from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import SlurmError, SlurmRefusedError
+from toolkit.slurm import states
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
 from toolkit.slurm.jobs import JobGpus, JobStatus, parse_drained, parse_gpus, parse_jobs, parse_time, row_of
 from toolkit.slurm.srun_commands import SrunStep, limit_options, srun_argv
+from toolkit.slurm.states import Phase, canonical, is_over, phase
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
 RUNNING = """JobId=1 JobName=my job
@@ -132,9 +134,11 @@ def test_a_job_is_read_with_its_times_and_free_texts() -> None:
     assert (row.command, row.stdout_path) == ("/shared/my job.sh a=b", "/logs/a b.out")
 
 
-def test_a_comment_cannot_pretend_to_be_a_state() -> None:
+def test_a_comment_cannot_pretend_to_be_a_state_or_name_an_array() -> None:
     (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x\n   JobState=COMPLETED "))
     assert row.state == "RUNNING"
+    (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x ArrayJobId=5 ArrayTaskId=3 "))
+    assert row.requeue_id == row.job_id
 
 
 @pytest.mark.parametrize(("line", "options"), ASKED.items())
@@ -525,12 +529,10 @@ def test_importing_the_package_is_cheap_and_brings_neither_torch_nor_submitit() 
     assert json.loads(done.stdout) == []
 
 
-def test_a_program_that_a_signal_ends_has_not_been_refused(tmp_path: Path) -> None:
-    program = tmp_path / "scontrol"
-    program.write_text("#!/bin/sh\nkill -KILL $$\n")
-    program.chmod(0o755)
+def test_a_program_that_a_signal_ends_has_not_been_refused(stubs: Stubs) -> None:
+    stubs.add("scontrol", before="kill -KILL $$")
     with pytest.raises(SlurmError) as caught:
-        Slurm({"PATH": f"{tmp_path}:/bin:/usr/bin"}).exclude_nodes("1", "node3")
+        stubs.slurm().exclude_nodes("1", "node3")
     assert not isinstance(caught.value, SlurmRefusedError)
 
 
@@ -613,11 +615,6 @@ def test_jobs_of_a_list_that_slurm_has_forgotten_are_no_error(stubs: Stubs) -> N
         stubs.slurm().cancel_waiting(["7", "8"])
 
 
-def test_a_comment_cannot_name_an_array() -> None:
-    (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x ArrayJobId=5 ArrayTaskId=3 "))
-    assert row.requeue_id == row.job_id
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -651,3 +648,52 @@ def test_a_job_that_another_cluster_has_started_ends_there() -> None:
     """Accounting keeps the state when that is over, and has an exit code."""
     assert not JobStatus("1", "REVOKED").is_over
     assert JobStatus("1", "REVOKED", exit_code=0).is_over
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+MANUAL = """
+BF BOOT_FAIL, CA CANCELLED, CD COMPLETED, CF CONFIGURING, CG COMPLETING, DL DEADLINE, F FAILED, NF NODE_FAIL,
+OOM OUT_OF_MEMORY, PD PENDING, PR PREEMPTED, R RUNNING, RD RESV_DEL_HOLD, RF REQUEUE_FED, RH REQUEUE_HOLD, RQ REQUEUED,
+RS RESIZING, RV REVOKED, SI SIGNALING, SE SPECIAL_EXIT, SO STAGE_OUT, ST STOPPED, S SUSPENDED, TO TIMEOUT
+"""
+CODES = dict(entry.split() for entry in MANUAL.split(","))
+
+UNFINISHED = """
+CONFIGURING COMPLETING SUSPENDED RESIZING REQUEUED SIGNALING STAGE_OUT SPECIAL_EXIT STOPPED REQUEUE_HOLD REQUEUE_FED
+RESV_DEL_HOLD PENDING RUNNING POWER_UP_NODE LAUNCH_FAILED RECONFIG_FAIL REVOKED
+"""
+
+
+@pytest.mark.parametrize(("code", "state"), CODES.items())
+def test_every_state_of_the_manual_is_classed_by_name_and_by_code(code: str, state: str) -> None:
+    assert phase(state) is phase(code) is not Phase.UNKNOWN
+    assert canonical(code) == state
+
+
+@pytest.mark.parametrize("state", UNFINISHED.split())
+def test_an_unfinished_state_is_never_taken_for_the_end(state: str) -> None:
+    assert not is_over(state)
+
+
+@pytest.mark.parametrize("state", sorted(set(CODES.values()) - set(UNFINISHED.split())))
+def test_an_end_is_an_end(state: str) -> None:
+    assert is_over(state)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED by 1000", "CANCELLED+", "CANCELLED", "cancelled", "CA"])
+def test_the_spellings_of_cancelled_are_one_state(state: str) -> None:
+    assert canonical(state) == "CANCELLED"
+    assert phase(state) is Phase.ENDED_BADLY
+
+
+@pytest.mark.parametrize("state", [None, "", "?", "A_STATE_OF_2031"])
+def test_an_unknown_state_is_never_over(state: str | None) -> None:
+    assert phase(state) is Phase.UNKNOWN
+    assert not is_over(state)
+
+
+def test_codes_are_distinct() -> None:
+    codes = [code for code, _ in states._STATES.values() if code]
+    assert len(set(codes)) == len(codes) == len(CODES)

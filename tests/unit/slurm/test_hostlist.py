@@ -28,6 +28,7 @@ EXPANSIONS = {
     ",a,,b,": "a b",
     "a[1-2] b": "a1 a2 b",
     "n[1,1]": "n1 n1",
+    "n[1-2]-ib,m": "n1-ib n2-ib m",
 }
 
 COMPRESSIONS = {
@@ -57,10 +58,6 @@ def test_expand_gives_what_scontrol_gives(text: str, hosts: str) -> None:
 @pytest.mark.parametrize(("names", "text"), COMPRESSIONS.items())
 def test_compress_gives_what_scontrol_gives(names: str, text: str) -> None:
     assert compress(names.split(",")) == text
-
-
-def test_text_behind_the_last_bracket_is_kept() -> None:
-    assert expand("n[1-2]-ib,m") == ["n1-ib", "n2-ib", "m"]
 
 
 @pytest.mark.parametrize(

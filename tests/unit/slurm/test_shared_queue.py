@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ class Site:
 
     def __init__(self, path: Path | None, accounting: bool = True) -> None:
         self.slurm = FakeSlurm(accounting=accounting)
-        self.path = path
+        self.path: Any = path
 
     def process(self) -> SharedQueue:
         return SharedQueue(self.slurm, self.path, lambda: self.slurm.now, self.slurm.advance)
@@ -37,6 +38,12 @@ class Site:
     @property
     def calls(self) -> int:
         return len(self.slurm.asked_for_jobs)
+
+    def state(self, job: str) -> str:
+        """Return the state that a new process is told of a job."""
+        status = self.process().show_jobs([job])[job]
+        assert status is not None
+        return status.state
 
 
 @pytest.fixture
@@ -86,9 +93,7 @@ def test_a_controller_that_does_not_answer_is_asked_once_for_all_and_says_nothin
     assert site.calls == 2
     site.slurm.is_up = True
     site.slurm.advance(5)
-    status = site.process().show_jobs([job])[job]
-    assert status is not None
-    assert status.state == "PENDING"
+    assert site.state(job) == "PENDING"
 
 
 def test_the_end_of_a_job_is_remembered_where_accounting_is_off(tmp_path: Path) -> None:
@@ -99,9 +104,7 @@ def test_the_end_of_a_job_is_remembered_where_accounting_is_off(tmp_path: Path) 
     site.process().show_jobs([job])
     site.slurm.forget(job)
     site.slurm.advance(60)
-    status = site.process().show_jobs([job])[job]
-    assert status is not None
-    assert status.state == "FAILED"
+    assert site.state(job) == "FAILED"
     assert site.process().show_jobs(["99"]) == {}
     site.slurm.advance(60)
     assert site.process().show_jobs(["99"]) == {"99": None}
@@ -141,7 +144,6 @@ def test_a_job_that_is_requeued_after_its_end_waits_again(site: Site) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * 100, b"[1]", b'{"asked": "x"}', b'{"jobs": [1]}'])
 def test_a_damaged_answer_is_asked_for_again(site: Site, content: bytes) -> None:
     job = site.slurm.sbatch(["job.sh"])
-    assert site.path is not None
     site.path.write_bytes(content)
     assert site.process().show_jobs([job])[job] is not None
     assert json.loads(site.path.read_bytes())["jobs"] == [f"{job}|PENDING|||Priority"]
@@ -152,7 +154,6 @@ def test_a_process_that_was_killed_while_it_asked_is_not_waited_for(site: Site) 
     job = site.slurm.sbatch(["job.sh"])
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
-    assert site.path is not None
     site.path.write_text(json.dumps({"asked": site.slurm.now - 10, "asker": f"{socket.gethostname()} {dead.pid}"}))
     before = site.slurm.now
     assert site.process().show_jobs([job])[job] is not None
@@ -162,7 +163,6 @@ def test_a_process_that_was_killed_while_it_asked_is_not_waited_for(site: Site) 
 def test_a_process_that_asks_is_waited_for_but_not_for_ever(site: Site) -> None:
     """It may be stopped, or on another node that is down."""
     job = site.slurm.sbatch(["job.sh"])
-    assert site.path is not None
     begun = site.slurm.now
     site.path.write_text(json.dumps({"asked": begun, "asker": "elsewhere 1 boot:1:1"}))
     with pytest.raises(SlurmError, match="has not answered elsewhere 1 yet"):
@@ -175,7 +175,6 @@ def test_a_process_that_asks_is_waited_for_but_not_for_ever(site: Site) -> None:
 
 def test_a_lock_that_is_never_released_blocks_nobody(site: Site) -> None:
     job = site.slurm.sbatch(["job.sh"])
-    assert site.path is not None
     with site.path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert site.process().show_jobs([job])[job] is not None
