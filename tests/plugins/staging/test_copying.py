@@ -7,22 +7,36 @@ import fcntl
 import itertools
 import json
 import os
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.file_operations import file_operations
-from toolkit.base import staged, this_node
+from tests.unit.nodes.test_agents import Site, check, opened
+from tests.unit.nodes.test_steps import await_true
+from toolkit.base import fsio, staged, this_node
+from toolkit.config import JobConfig
+from toolkit.nodes.agent.helpers import Helpers
+from toolkit.nodes.agent.link import Message
+from toolkit.nodes.start import agent_starters
+from toolkit.nodes.start.launcher import (
+    AllRanksEnded,
+)
 from toolkit.plugins.staging import copying, package
+from toolkit.plugins.staging import node_side as copies
 from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
 from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit.plugins.staging.supervisor_side import NodeStaging
 
 
 @pytest.fixture
@@ -44,8 +58,13 @@ def node(tmp_path: Path) -> Path:
     return folder
 
 
-def packed(source: Path, cache: Path) -> Package:
-    return package.pack(PackageSource(str(source)), PackRequest(str(cache), ()))
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def packed(source: Path, cache: Path, program: str | None = None) -> Package:
+    return package.pack(PackageSource(str(source), program), PackRequest(str(cache), ()))
 
 
 def content(folder: Path) -> dict[str, object]:
@@ -89,16 +108,16 @@ def killed_at(number: int, call: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_copy_has_what_the_folder_has(source: Path, node: Path, tmp_path: Path) -> None:
-    copy = copied(packed(source, tmp_path / "cache"), node)
+def test_a_copy_has_what_the_folder_has(source: Path, node: Path, cache: Path) -> None:
+    copy = copied(packed(source, cache), node)
     assert content(copy) == content(source)
     assert (copy / "a.txt").stat().st_mtime == 1e9
     assert os.access(copy / "sub/run.sh", os.X_OK)
     assert not os.access(copy / "a.txt", os.X_OK)
 
 
-def test_a_file_is_its_own_package(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source / "a.txt", tmp_path / "cache")
+def test_a_file_is_its_own_package(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source / "a.txt", cache)
     assert made.file == str(source / "a.txt")
     copy = copied(made, node)
     assert copy.name == "a.txt"
@@ -106,8 +125,8 @@ def test_a_file_is_its_own_package(source: Path, node: Path, tmp_path: Path) -> 
     assert copy.stat().st_mtime_ns == (source / "a.txt").stat().st_mtime_ns, "an index of its samples fits every copy"
 
 
-def test_a_second_job_finds_the_copy_of_the_first(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_second_job_finds_the_copy_of_the_first(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source, cache)
     first = copying.copy(made, [node])
     Path(made.file).unlink()
     second = copying.copy(made, [node])
@@ -115,8 +134,8 @@ def test_a_second_job_finds_the_copy_of_the_first(source: Path, node: Path, tmp_
     assert first.path == second.path
 
 
-def test_a_copy_that_lost_a_file_or_is_of_another_boot_is_made_anew(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_copy_that_lost_a_file_or_is_of_another_boot_is_made_anew(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source, cache)
     copy = copied(made, node)
     (copy / "a.txt").unlink()
     assert content(copied(made, node)) == content(source)
@@ -126,8 +145,8 @@ def test_a_copy_that_lost_a_file_or_is_of_another_boot_is_made_anew(source: Path
     assert content(copied(made, node)) == content(source)
 
 
-def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source, cache)
     for number in itertools.count(1):
         was_killed = killed_at(number, lambda: copying.copy(made, [node]))
         folder = own_folder(node, made)
@@ -153,8 +172,8 @@ def test_a_kill_of_the_packer_leaves_no_torn_package(source: Path, node: Path, t
 
 
 @pytest.mark.parametrize("place", [100, -2000, "cut"])
-def test_a_damaged_package_is_found_by_its_digest(source: Path, node: Path, tmp_path: Path, place: int | str) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_damaged_package_is_found_by_its_digest(source: Path, node: Path, cache: Path, place: int | str) -> None:
+    made = packed(source, cache)
     data = bytearray(Path(made.file).read_bytes())
     if isinstance(place, int):
         data[place] ^= 1
@@ -166,21 +185,21 @@ def test_a_damaged_package_is_found_by_its_digest(source: Path, node: Path, tmp_
     assert not list(own_folder(node).iterdir())
     # the supervisor throws it away, and the next start makes another one
     package.discard(made)
-    assert content(copied(packed(source, tmp_path / "cache"), node)) == content(source)
+    assert content(copied(packed(source, cache), node)) == content(source)
 
 
-def test_a_file_that_changes_meanwhile_is_not_taken(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source / "a.txt", tmp_path / "cache")
+def test_a_file_that_changes_meanwhile_is_not_taken(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source / "a.txt", cache)
     (source / "a.txt").write_text("b" * 5000)
     with pytest.raises(DamagedPackageError, match=r"a\.txt is damaged, or was changed"):
         copying.copy(made, [node])
-    assert packed(source / "a.txt", tmp_path / "cache").key != made.key
+    assert packed(source / "a.txt", cache).key != made.key
 
 
 def test_a_full_disk_is_named_and_the_next_one_taken(
-    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    made, full = packed(source, tmp_path / "cache"), tmp_path / "full"
+    made, full = packed(source, cache), tmp_path / "full"
     full.mkdir()
     free = {full: 10, node: 10**9}
     monkeypatch.setattr(package, "room_bytes", lambda folder: free[folder.parent])
@@ -199,8 +218,8 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
     assert not list(own_folder(full).iterdir())
 
 
-def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_path: Path, cache: Path) -> None:
+    made = packed(source, cache)
     own = own_folder(node)
     own.symlink_to(tmp_path)
     with pytest.raises(StagingError, match="not a folder that only this user can write to"):
@@ -212,8 +231,8 @@ def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_pat
         copying.copy(made, [node])
 
 
-def test_a_folder_that_others_could_replace_is_not_used(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_folder_that_others_could_replace_is_not_used(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source, cache)
     node.chmod(0o777)
     with pytest.raises(StagingError, match=r"copies: others may write into .*node \(mode 0777\)"):
         copying.copy(made, [node])
@@ -222,18 +241,17 @@ def test_a_folder_that_others_could_replace_is_not_used(source: Path, node: Path
 
 
 def test_a_damaged_copy_that_another_job_uses_is_not_waited_for(
-    source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, node: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "OTHERS_WAIT_S", 0.1)
-    made = packed(source, tmp_path / "cache")
+    made = packed(source, cache)
     used = copying.copy(made, [node])
     (used.path / "a.txt").unlink()
     with pytest.raises(StagingError, match="is not whole, and another job uses it"):
         copying.copy(made, [node])
 
 
-def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, cache: Path) -> None:
     old, used = packed(source / "a.txt", cache), packed(source / "sub", cache)
     copied(old, node)
     held = copying.copy(used, [node])
@@ -246,8 +264,8 @@ def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, tmp_pa
     assert content(held.path) == content(source / "sub")
 
 
-def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source, cache)
     request = json.dumps(CopyRequest((made,), str(node)).to_json())
     command, pipe = [sys.executable, "-m", "toolkit.plugins.staging.copying"], subprocess.PIPE
     jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
@@ -262,7 +280,7 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
         assert sum(answer["took_s"] > 0 for answer in answers) == 1
         # each holds the copy: it stays although it was not used for long
         os.utime(own_folder(node, made) / "whole.json", (0, 0))
-        copied(packed(source / "a.txt", tmp_path / "cache"), node)
+        copied(packed(source / "a.txt", cache), node)
         assert own_folder(node, made).is_dir()
     finally:
         for job in jobs:
@@ -270,7 +288,7 @@ def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, tmp_path: Path
             job.communicate()
 
 
-def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -> None:
+def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path, cache: Path) -> None:
     prefix = tmp_path / "venv"
     venv.create(prefix, symlinks=True, with_pip=False)
     site = next(prefix.glob("lib/*/site-packages"))
@@ -280,7 +298,7 @@ def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -
     script = prefix / "bin/tool"
     script.write_text(f"#!{prefix}/bin/python\nimport marker, sys; print(marker.__file__, *sys.path)\n")
     script.chmod(0o755)
-    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
+    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(cache), ()))
     copy = copied(made, node)
     told = subprocess.run([copy / "bin/tool"], capture_output=True, text=True, check=True).stdout.split()
     assert told[0] == str(copy / site.relative_to(prefix) / "marker.py")
@@ -290,12 +308,12 @@ def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path) -
     assert environ["PATH"] == f"/bin:{copy}/bin:{prefix}/bin"
 
 
-def test_an_environment_that_does_not_work_elsewhere_is_refused(node: Path, tmp_path: Path) -> None:
+def test_an_environment_that_does_not_work_elsewhere_is_refused(node: Path, tmp_path: Path, cache: Path) -> None:
     prefix = tmp_path / "venv"
     (prefix / "bin").mkdir(parents=True)
     (prefix / "bin/python").write_text("#!/bin/sh\necho /somewhere\n")
     (prefix / "bin/python").chmod(0o755)
-    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(tmp_path / "cache"), ()))
+    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(cache), ()))
     with pytest.raises(StagingError, match="does not work from"):
         copying.copy(made, [node])
 
@@ -310,8 +328,7 @@ def test_paths_lead_to_the_copy_and_back(tmp_path: Path, monkeypatch: pytest.Mon
     assert staged.staged("/data/settle") == Path("/data/settle")
 
 
-def test_packages_that_no_job_uses_are_removed(source: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_packages_that_no_job_uses_are_removed(source: Path, cache: Path) -> None:
     old = packed(source, cache)
     (source / "a.txt").write_text("new")
     packed(source, cache)
@@ -322,9 +339,9 @@ def test_packages_that_no_job_uses_are_removed(source: Path, tmp_path: Path) -> 
     assert [path.name for path in cache.glob("*.tar")] == [f"{new.key}.tar"]
 
 
-def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path, cache: Path) -> None:
     request = PackRequest(
-        str(tmp_path / "cache"),
+        str(cache),
         (PackageSource(str(tmp_path / "none")), PackageSource("/dev/null"), PackageSource(str(source))),
         most_bytes=9,  # less than the third one has
     )
@@ -359,8 +376,8 @@ def clean(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd-tmpfiles is not installed")
-def test_systemd_tmpfiles_leaves_a_copy_in_use_alone(source: Path, node: Path, tmp_path: Path) -> None:
-    copy = copying.copy(packed(source, tmp_path / "cache"), [node])
+def test_systemd_tmpfiles_leaves_a_copy_in_use_alone(source: Path, node: Path, tmp_path: Path, cache: Path) -> None:
+    copy = copying.copy(packed(source, cache), [node])
     before = content(node)
     clean(node, tmp_path)
     assert content(node) == before
@@ -369,18 +386,18 @@ def test_systemd_tmpfiles_leaves_a_copy_in_use_alone(source: Path, node: Path, t
     assert content(node) == {}
 
 
-def test_a_copy_in_use_is_locked_as_a_folder(source: Path, node: Path, tmp_path: Path) -> None:
-    made = packed(source, tmp_path / "cache")
+def test_a_copy_in_use_is_locked_as_a_folder(source: Path, node: Path, cache: Path) -> None:
+    made = packed(source, cache)
     copying.copy(made, [node])
     with pytest.raises(BlockingIOError):
         copying._lock(own_folder(node, made), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_compiled_files_do_not_make_a_copy_damaged_and_a_lost_folder_does(
-    source: Path, node: Path, tmp_path: Path
+    source: Path, node: Path, cache: Path
 ) -> None:
     (source / "empty").mkdir()
-    made = packed(source, tmp_path / "cache")
+    made = packed(source, cache)
     copy = copied(made, node)
     (copy / "sub/__pycache__").mkdir()
     (copy / "sub/__pycache__/run.cpython-311.pyc").write_bytes(b"x")
@@ -389,8 +406,8 @@ def test_compiled_files_do_not_make_a_copy_damaged_and_a_lost_folder_does(
     assert not copying.is_whole(copy.parent)
 
 
-def test_files_of_a_copy_count_as_just_read(source: Path, node: Path, tmp_path: Path) -> None:
-    copy = copied(packed(source, tmp_path / "cache"), node)
+def test_files_of_a_copy_count_as_just_read(source: Path, node: Path, cache: Path) -> None:
+    copy = copied(packed(source, cache), node)
     assert (copy / "a.txt").stat().st_atime > time.time() - 60
 
 
@@ -398,3 +415,276 @@ def test_copies_take_half_of_the_memory_that_is_left(tmp_path: Path, monkeypatch
     monkeypatch.setattr(this_node, "file_system", lambda folder: "tmpfs")
     monkeypatch.setattr(this_node, "available_bytes", lambda: 1000)
     assert package.room_bytes(tmp_path) == 500
+
+
+# ---------------------------------------------------------------------------------------------- by the agent of a node
+
+
+class Copying(NodeStaging):
+    """Keeps the agents' messages about their copies. The test decides what is copied."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site.run, JobConfig(), site.allocation, site.launcher, lambda text: None)
+        site.agents.listeners = (self,)
+        self.staged: list[Any] = []
+
+    def take_message(self, host: str, message: Any) -> None:
+        if message["is"] == "staged":
+            self.staged.append(message)
+
+
+#: Stands for the agent's program, on a node where no process can be forked for a helper.
+FORKLESS_AGENT = """
+import errno, pathlib, sys
+from toolkit.nodes.agent import helpers, node
+from toolkit.devices import on_node as gpus
+def fail(*_, **__):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+helpers.start_child = fail
+gpus.DRIVER = pathlib.Path("/")
+node.MONITOR_AFTER_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", FORKLESS_AGENT]  # replaces the first 4 words of the usual command
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site = Site(tmp_path)
+    copying = Copying(site)
+    opened(site)
+    copying.order(CopyRequest((Package("/set", "key", "/set.tar", 0, 0, True, 0, 0),)), wait_s=60.0)
+    stacks_order = {"do": "stacks", "attempt": 1, "command": ["stack-reader"], "standings": []}
+    site.agents.request({"here": stacks_order}, site.events)
+    log = site.run.path / "logs"
+    await_true(lambda: any("monitor has ended" in file.read_text() for file in log.rglob("agent-*.log")))
+    await_true(lambda: copying.staged)
+    assert "Resource temporarily unavailable" in copying.staged[0]["problems"][0]
+    check(site, ["true"])
+    assert "cannot be started" in site.next().message["text"]
+    (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
+    for text in ("on_node import main; main() cannot be started", "stack-reader cannot be started"):
+        assert text in said
+    site.close()
+
+
+#: An agent that looks at its copies before each attempt.
+CHECKING_AGENT = """import sys
+from toolkit.nodes.agent import node
+from toolkit.plugins.staging import node_side as copies
+copies.SEEN_FOR_S = 0.0
+node.main(sys.argv[1:])
+"""
+
+
+def test_an_attempt_does_not_use_a_copy_that_has_lost_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", CHECKING_AGENT]
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    sources = [tmp_path / "set", tmp_path / "file"]
+    sources[0].mkdir()
+    for path in (sources[0] / "part", sources[1]):
+        path.write_text("content")
+    packages = [package.pack(PackageSource(str(each)), PackRequest(str(cache), ())) for each in sources]
+    (tmp_path / "node").mkdir()
+    site = Site(tmp_path)
+    copying = Copying(site)
+    opened(site)
+    copying.order(CopyRequest(tuple(packages), str(tmp_path / "node")), wait_s=60.0)
+    await_true(lambda: copying.staged)
+    copies = copying.staged[0]["copies"]
+    assert [*copies] == [str(each) for each in sources]
+
+    def attempt() -> Any:
+        site.start(f"echo ${staged.VARIABLE}")
+        assert site.next() == AllRanksEnded(0)
+        site.store.close()
+        return json.loads(site.log(0))
+
+    assert attempt() == copies
+    (Path(copies[str(sources[0])]) / "part").unlink()  # as a cleaner of the node's disk does
+    assert attempt() == {str(sources[1]): copies[str(sources[1])]}
+    assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
+    site.close()
+
+
+ORDER: Message = {"request": {}}
+WHOLE = {"copies": {"/data": "/tmp/copy"}, "problems": [], "damaged": [], "took_s": 1.5}
+
+
+def printing(text: str) -> tuple[str, ...]:
+    return sys.executable, "-I", "-S", "-c", f"print({text!r})"
+
+
+class Serving:
+    """The part of an agent that keeps copies, and the messages that it sends."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.helpers = Helpers(self.selector)
+        self.copies: dict[str, str] = {}
+        self.is_held = False
+        self.sent: list[Message] = []
+        played: Any = self  # in place of Processes
+        self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append)
+
+    def hold(self, wait_s: float) -> None:
+        self.is_held = True
+
+    def use_copies(self, paths: dict[str, str]) -> None:
+        self.copies |= paths
+        self.is_held = False
+
+    def serve(self) -> None:
+        end = time.monotonic() + 30
+        while self.selector.get_map() and time.monotonic() < end:
+            for key, _ in self.selector.select(1):
+                key.data()
+        for pid in self.helpers.pids:
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(WHOLE)[:-30],
+        "[1, 2]",
+        "null",
+        '{"copies": []}',
+        '{"copies": {"/data": 3}, "problems": []}',
+        "[" * 10**5,
+    ],
+    ids=["cut off", "a list", "null", "no object", "no text", "deep"],
+)
+def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
+    text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copies, "COPY_COMMAND", printing(text))
+    agent = Serving()
+    agent.keeper.stage({**ORDER, "wait_s": 60.0})
+    agent.serve()
+    assert (agent.copies, agent.is_held) == ({}, False)  # the ranks need not wait
+    assert agent.sent[0]["copies"] == {}
+    assert "the copying was killed" in agent.sent[0]["problems"][0]
+    assert "the answer of a helper that is none was ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [(json.dumps({"/data": "/tmp/copy"}), {"/data": "/tmp/copy"}), ("{}", {}), ('{"/data": "/t', {}), ("3", {})],
+)
+def test_without_a_certain_answer_no_copy_is_used(
+    text: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "COPY_COMMAND", printing(json.dumps(WHOLE)))
+    monkeypatch.setattr(copies, "CHECK_COMMAND", printing(text))
+    agent = Serving()
+    agent.keeper.stage({**ORDER, "wait_s": 0.0})
+    agent.serve()
+    agent.keeper.check()
+    assert not agent.selector.get_map(), "it was whole a moment ago"
+    monkeypatch.setattr(copies, "SEEN_FOR_S", 0.0)
+    agent.keeper.check()
+    assert (agent.copies, agent.is_held) == ({}, True)
+    # serve() has waited for the copying process already
+    agent.helpers.pids.clear()
+    agent.serve()
+    assert (agent.copies, agent.is_held) == (left, False)
+    assert agent.sent[0] == {"is": "staged", **WHOLE}
+    assert len(agent.sent) == (1 if left else 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ packages
+
+
+def members(made: Package) -> dict[str, str]:
+    """Return the target of each member, by name. It is empty unless the member is a link."""
+    with tarfile.open(made.file) as tar:
+        return {member.name: member.linkname for member in tar}
+
+
+def test_a_cache_that_others_may_write_to_is_refused(source: Path, cache: Path) -> None:
+    made = packed(source, cache)
+    cache.chmod(0o777)
+    for path in (source, source / "a.txt"):
+        with pytest.raises(StagingError, match=r"copies for the nodes: .*cache belongs to .* and has mode 0777"):
+            packed(path, cache)
+    cache.chmod(0o700)
+    cache.parent.chmod(0o777)
+    with pytest.raises(StagingError, match="others may write into"):
+        packed(source, cache)
+    cache.parent.chmod(0o700)
+    assert packed(source, cache) == made
+
+
+@pytest.mark.parametrize("name", ["", "a.txt"])
+def test_a_record_that_names_another_file_counts_for_nothing(source: Path, cache: Path, name: str) -> None:
+    made = packed(source / name, cache)
+    precious = cache.parent / "precious"
+    precious.write_bytes(bytes(made.size_bytes))
+    fsio.write_json(cache / f"{made.key}.json", made.replace(file=str(precious)).to_json())
+    again = packed(source / name, cache)
+    assert again.file == made.file
+    package.discard(again)
+    assert precious.exists()
+
+
+def test_data_is_packed_with_folders_named_as_those_of_conda(source: Path, cache: Path) -> None:
+    for name in ("envs", "pkgs"):
+        (source / name).mkdir()
+        (source / name / "x").touch()
+    assert {"envs/x", "pkgs/x"} <= members(packed(source, cache)).keys()
+    of_environment = members(packed(source, cache, program="bin/python"))
+    assert of_environment["envs"] == str(source / "envs")
+    assert "envs/x" not in of_environment
+
+
+def test_a_relative_link_out_of_the_source_becomes_absolute(source: Path, cache: Path) -> None:
+    (source.parent / "outside").write_text("outside")
+    links = {"out": "../outside", "sub/out": "../../outside", "back": "../data/a.txt", "dangling": "../none"}
+    inside = {"in": "a.txt", "sub/in": "../a.txt", "sub/top": "..", "device": "/dev/null"}
+    for name, target in {**links, **inside}.items():
+        (source / name).symlink_to(target)
+    targets = members(packed(source, cache))
+    assert {name: targets[name] for name in inside} == inside
+    for name in links:
+        assert Path(targets[name]).is_absolute()
+        assert Path(targets[name]).resolve() == (source / name).resolve()
+
+
+def test_two_jobs_may_make_the_same_package_at_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, others = package._add, list[Package]()
+    read_while_replaced: list[bytes] = []
+
+    def add_after_the_other(tar: tarfile.TarFile, path: Path, entry: package._PackageEntry) -> None:
+        if not others:
+            monkeypatch.setattr(package, "_add", add)
+            others.append(packed(source, cache))
+            read_while_replaced.append(Path(others[0].file).read_bytes())
+        add(tar, path, entry)
+
+    monkeypatch.setattr(package, "_add", add_after_the_other)
+    made = packed(source, cache)
+    assert made == others[0]
+    assert Path(made.file).read_bytes() == read_while_replaced[0]
+    assert sorted(path.name for path in cache.iterdir()) == [f"{made.key}.json", f"{made.key}.tar"]
+
+
+def test_a_change_while_packing_leaves_the_package_of_another_job(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = packed(source, cache)
+    (cache / f"{made.key}.json").unlink()  # the other job has not yet written it
+    add = package._add
+
+    def add_and_change(tar: tarfile.TarFile, path: Path, entry: package._PackageEntry) -> None:
+        add(tar, path, entry)
+        os.utime(source / "a.txt", (0, 0))
+
+    monkeypatch.setattr(package, "_add", add_and_change)
+    with pytest.raises(StagingError, match="was changed while it was packed"):
+        packed(source, cache)
+    assert [path.name for path in cache.iterdir()] == [f"{made.key}.tar"]
