@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import multiprocessing
 import os
+from collections.abc import Callable
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -18,17 +20,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from torchvision import transforms as v1
 from torchvision.models import ResNet50_Weights
 from torchvision.transforms.functional import InterpolationMode
 
+import toolkit
 from tests.pages import ROOT
 from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig, ImageConfig, JobConfig, load_config, validate
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.data.randomness import seed_sample
-from toolkit.plugins.formats.images.photographs import read_pixels
+from toolkit.nodes.agent import state_memory
+from toolkit.plugins.formats.images.photographs import PairMixing, PixelCache, read_pixels
 from toolkit.ranks.batch import Share
 
 v2: Any = import_module("torchvision.transforms.v2")  # whose names have no types
@@ -214,3 +219,175 @@ def test_the_recipe_is_valid_with_a_folder_of_images(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
     validate(load_config(ROOT / "configs/imagenet_resnet50.yaml", [f"data.root={tmp_path}"], site=False))
+
+
+# ------------------------------------------------------------------------------------- decoded images in shared memory
+
+
+def picture(number: int, height: int = 20) -> Tensor:
+    return torch.full((height, 30, 3), number, dtype=torch.uint8)
+
+
+def in_a_child(work: Callable[[], object]) -> None:
+    """Run ``work`` in a fork, which ends without any clean-up, as a killed one does."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(work() is not None)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> state_memory.NodeFiles:
+    files = state_memory.NodeFiles()
+    monkeypatch.setenv(state_memory.PIXELS, files.pixels)
+    return files
+
+
+def test_what_does_not_fit_is_not_kept() -> None:
+    cache = PixelCache(10, 3 * picture(0).numel() + 100, "a")
+    for number in range(10):
+        cache.put(number, picture(number))
+    kept = [cache.get(number) for number in range(10)]
+    assert [pixels is not None for pixels in kept] == [True] * 3 + [False] * 7
+    assert all(torch.equal(pixels, picture(number)) for number, pixels in enumerate(kept) if pixels is not None)
+    cache.put(9, picture(9)[:1, :10])  # a small one has room
+    assert torch.equal(cache.get(9), picture(9)[:1, :10])
+
+
+def test_ranks_of_a_node_share_one_cache_and_those_that_start_again_find_it(agent: state_memory.NodeFiles) -> None:
+    in_a_child(lambda: PixelCache(4, 10_000, "a").put(2, picture(2)))
+    again = PixelCache(4, 10_000, "a")
+    assert torch.equal(again.get(2), picture(2))
+    assert again.get(1) is None
+    other = PixelCache(4, 10_000, "b")
+    other.put(1, picture(7))
+    assert (other.get(2), again.get(1)) == (None, None)
+
+
+def test_a_worker_that_dies_with_the_lock_stops_nobody(agent: state_memory.NodeFiles) -> None:
+    cache = PixelCache(4, 10_000, "a")
+    in_a_child(lambda: cache._locked().__enter__())
+    cache.put(0, picture(3))
+    assert torch.equal(cache.get(0), picture(3))
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.images\.cache_gb: .* is more than the .* GB of memory"):
+        PixelCache(4, 1 << 50, "a")
+
+
+def test_the_second_epoch_has_the_same_pixels_and_needs_no_file(tmp_path: Path, agent: state_memory.NodeFiles) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(8):
+        for part in ("train", "val"):
+            path = tmp_path / part / "ab"[number % 2] / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 256, (30, 40 + number, 3), dtype=np.uint8)).save(path)
+
+    def epochs(images: ImageConfig, workers: int) -> tuple[Loader, list[Tensor]]:
+        config = DataConfig("image_folder", str(tmp_path), image_size=24, augment=True, images=images)
+        loader = Loader(build_datasets(config).train, global_batch_size=8, seed=0, share=Share(0, 1), workers=workers)
+        return loader, [loader.at(step).inputs for step in range(2)]
+
+    _, expected = epochs(ImageConfig(), 0)
+    with closing(epochs(ImageConfig(cache_gb=0.01), 2)[0]):
+        for path in tmp_path.glob("train/*/*.jpg"):
+            # an empty file cannot be decoded: all pixels of the next epoch come from memory
+            path.write_bytes(b"")
+        _, found = epochs(ImageConfig(cache_gb=0.01), 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- mixup and cutmix
+
+
+CLASSES, SIZE = 7, 12
+
+
+def batch_of(size: int, start: int = 0) -> toolkit.Batch:
+    draw = torch.Generator().manual_seed(start)
+    data = torch.rand(size, 3, SIZE, SIZE, generator=draw), torch.randint(CLASSES, (size,), generator=draw)
+    return toolkit.Batch(data, torch.arange(start, start + size), global_count=size)
+
+
+def mixing(**given: Any) -> PairMixing:
+    return PairMixing(**{"mixup": 0.0, "cutmix": 0.0, "classes": CLASSES, "seed": 3, **given})
+
+
+def own_share(shares: Tensor, batch: toolkit.Batch) -> Tensor:
+    return shares[torch.arange(len(batch)), batch.targets]
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_pairs_are_mixed_as_torchvision_mixes_two_images(kind: str) -> None:
+    batch = batch_of(8)
+    images, shares = mixing(**{kind: 1.0})(batch)
+    for first in range(0, 8, 2):
+        pair = slice(first, first + 2)
+        labels = batch.targets[pair]
+        if labels[0] == labels[1]:
+            continue
+        lam = own_share(shares, batch)[first].item()
+        params: dict[str, Any] = {"labels": labels, "batch_size": 2, "num_classes": CLASSES, "lam": lam}
+        theirs = v2.MixUp(num_classes=CLASSES) if kind == "mixup" else v2.CutMix(num_classes=CLASSES)
+        if kind == "cutmix":
+            # torchvision gets the box that was drawn here: the bounds of the changed pixels
+            ys, xs = (images[first] != batch.inputs[first]).any(0).nonzero().T
+            params |= {"box": (xs.min().item(), ys.min().item(), xs.max().item() + 1, ys.max().item() + 1)}
+            params |= {"lam_adjusted": 1 - len(xs) / SIZE**2}
+            assert lam == pytest.approx(params["lam_adjusted"], abs=1e-6)
+        assert torch.allclose(theirs.transform(batch.inputs[pair], params), images[pair], atol=1e-6)
+        assert torch.allclose(theirs.transform(labels, params), shares[pair], atol=1e-6)
+
+
+def test_shares_of_mixup_have_the_beta_distribution_asked_for() -> None:
+    batch = batch_of(4000)
+    batch = toolkit.Batch((batch.inputs[:, :, :1, :1], batch.positions % 2), batch.positions, 4000)
+    shares = own_share(mixing(mixup=0.2)(batch)[1], batch)[::2].double()
+    expected = torch.distributions.Beta(torch.tensor(0.2), torch.tensor(0.2))
+    assert shares.mean().item() == pytest.approx(expected.mean.item(), abs=0.03)
+    assert shares.var().item() == pytest.approx(expected.variance.item(), abs=0.01)
+
+
+def test_both_kinds_are_drawn_as_often() -> None:
+    batch = batch_of(2000)
+    images, _ = mixing(mixup=1.0, cutmix=1.0)(batch)
+    is_same = (images == batch.inputs).all(1).flatten(1).float().mean(1)  # of a mixed image no pixel is its own
+    assert (is_same == 0).float().mean().item() == pytest.approx(0.5, abs=0.08)
+
+
+def test_ranks_and_parts_mix_the_same_as_one_process() -> None:
+    whole, mix = batch_of(12, start=24), mixing(mixup=0.4, cutmix=1.0)
+    images, shares = mix(whole)
+    for cuts in ([0, 6, 12], [0, 4, 8, 12], [0, 2, 12]):
+        parts = [mix(whole.part(start, stop)) for start, stop in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat([part[0] for part in parts]), images)
+        assert torch.equal(torch.cat([part[1] for part in parts]), shares)
+
+
+def test_a_sample_without_its_neighbour_stays_as_it_is() -> None:
+    whole, mix = batch_of(6), mixing(mixup=1.0)
+    images, shares = mix(whole.part(1, 4))  # samples 1, 2 and 3: only the last two are a pair
+    assert torch.equal(images[0], whole.inputs[1])
+    assert shares[0, whole.targets[1]] == 1
+    assert torch.equal(images[1:], mix(whole)[0][2:4])
+    assert torch.equal(mix(batch_of(5))[0][4], batch_of(5).inputs[4])  # the last one of an odd batch
+
+
+def test_an_empty_share_stays_empty() -> None:
+    images, shares = mixing(mixup=1.0)(batch_of(4).part(2, 2))
+    assert images.shape == (0, 3, SIZE, SIZE)
+    assert shares.shape == (0, CLASSES)
+
+
+def test_steps_and_seeds_draw_differently() -> None:
+    first, later = batch_of(4), toolkit.Batch(batch_of(4).data, torch.arange(4, 8), 4)
+    mix = mixing(mixup=1.0)
+    assert not torch.equal(mix(first)[0], mix(later)[0])
+    assert not torch.equal(mix(first)[0], mixing(mixup=1.0, seed=4)(first)[0])
+    assert torch.equal(mix(first)[0], mix(first)[0])
+
+
+def test_mixing_nothing_is_refused() -> None:
+    with pytest.raises(toolkit.ConfigError, match="one must be above 0"):
+        mixing()

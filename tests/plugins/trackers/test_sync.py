@@ -22,7 +22,7 @@ from toolkit.cli import main as cli
 from toolkit.files.run_files import RunState
 from toolkit.plugins import trackers
 from toolkit.plugins.trackers import sync as commands
-from toolkit.plugins.trackers.sync import RunSync, identity
+from toolkit.plugins.trackers.sync import RunSync, SyncRecord, identity
 from toolkit.plugins.trackers.wandb import Wandb
 
 Server = dict[str, dict[tuple[int, str], float]]
@@ -326,3 +326,25 @@ def test_csv_replaces_its_own_file_only(story: Story, command: Command) -> None:
 )
 def test_options_that_do_not_fit_are_refused(story: Story, options: list[str], text: str, command: Command) -> None:
     assert re.search(text, command.refuses("sync", story.run.id, *options))
+
+
+SYNC: dict[str, Any] = {
+    "version": 1,
+    "tracker": "mlflow",
+    "place": "mlflow at sqlite:///mlflow.db, experiment name",
+    "remote": "0123abcd",
+    "end": 4000,
+    "sending": 5000,
+    "tail": "00ff",
+    "sending_tail": "11ee",
+    "step": 40,
+    "points": 80,
+}
+
+
+def test_each_key_of_a_record_of_what_a_tracker_has_is_read_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.json"
+    fsio.write_json(path, SYNC)
+    record = SyncRecord.read(path)
+    assert record is not None
+    assert record.to_json() == SYNC, "or a key has no example here"
