@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -17,8 +16,6 @@ from tests.bench import compare, draw, everything, failures, page, record
 from tests.bench.compare import changes
 from tests.bench.record import KEPT
 from tests.pages import PAGES
-from tests.scale import Curve, Point
-from tests.scale import rows as rows_of_curve
 
 
 def rows(*ratios: float, better: str = "less") -> dict[str, object]:
@@ -113,36 +110,6 @@ def kept_file(folder: Path, *made: Mapping[str, Any]) -> Path:
     """Write rows as a bench does; return their file."""
     record.write(folder / "kept.json", made)
     return folder / "kept.json"
-
-
-def words_of(picture: str) -> list[str | None]:
-    return [part.text for part in ElementTree.fromstring(picture).iterfind(".//{*}text")][1:]
-
-
-def test_a_picture_has_a_bar_as_long_as_its_row_and_says_what_does_not_come_back(tmp_path: Path) -> None:
-    back = {"back": True, "restarted": True, "seconds": 5.0, "lost": 1}
-    gone = {"back": False, "end": "the job has ended"}
-    slow = {**back, "seconds": 10.0}
-    rows = [failures.row("rank, ours", [slow]), failures.row("rank, others", [back]), failures.row("rank, <x>", [gone])]
-    picture = draw.drawn(kept_file(tmp_path, record.row("a step", [30.0], "ms"), *rows))
-    bars = [float(part.get("width", "")) for part in ElementTree.fromstring(picture).iterfind("{*}rect")]
-    assert bars == [draw.BAR, draw.BAR, draw.BAR / 2]  # those of one unit have one axis
-    words = words_of(picture)
-    assert words[:2] == ["a step", "30 ms"]
-    assert words[2:6] == ["rank, ours", "10.0 s, 1 lost", "rank, others", "5.0 s, 1 lost"]
-    assert words[6:] == ["rank, <x>", "no: the job has ended"]
-
-
-def test_a_curve_is_drawn_over_the_logarithm_of_its_sizes(tmp_path: Path) -> None:
-    curve = Curve("a mechanism", "ranks", (10, 100, 1000), lambda size: {"messages": size})
-    points = [Point(size, 1.0, size / 100, {"messages": size}) for size in curve.sizes]
-    picture = draw.drawn(kept_file(tmp_path, *rows_of_curve(curve, points)))
-    dots = [part for part in ElementTree.fromstring(picture).iterfind(".//{*}circle") if part.get("class") == "cpu"]
-    xs, ys = ([float(dot.get(axis, "")) for dot in dots] for axis in ("cx", "cy"))
-    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
-    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
-    assert ys[0] > ys[2]
-    assert "a mechanism, by ranks" in words_of(picture)
 
 
 def test_the_table_of_a_page_has_the_rows_and_a_goal_that_is_missed(

@@ -141,23 +141,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SmallDisk:
 RECORDS = [json.dumps({"step": step, "loss": 1 / (step + 1)}).encode() + b"\n" for step in range(6)]
 
 
-def test_a_record_torn_by_a_full_disk_is_whole_once_there_is_room(tmp_path: Path, disk: SmallDisk) -> None:
-    path = tmp_path / "file"
-    file = PatientFile(path)
-    for step, record in enumerate(RECORDS):
-        if step == 2:
-            disk.room = 7  # the third record breaks off after 7 bytes, the fourth and fifth do not begin
-        if step == 5:
-            disk.room = None
-        file.write(record)
-        file.flush()
-        assert file.size == len(b"".join(RECORDS[: step + 1]))
-        if 2 <= step < 5:
-            assert path.read_bytes() == b"".join(RECORDS[:2]) + RECORDS[2][:7]
-    assert path.read_bytes() == b"".join(RECORDS)
-    file.close()
-
-
 def test_what_the_kernel_has_taken_of_a_record_is_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     file = PatientFile(path)

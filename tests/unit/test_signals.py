@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from toolkit.base import signals
 from toolkit.base.signals import STOP_SIGNALS
 
@@ -148,3 +152,214 @@ def test_a_signal_during_the_interpreters_shutdown_does_not_change_the_exit_code
 
 def test_without_ignore_a_signal_during_the_interpreters_shutdown_does_kill() -> None:
     assert exit_code(signal.SIGTERM, "") == -signal.SIGTERM
+
+
+# ------------------------------------------------------------------------------------------------------------ children
+
+
+#: Starts a child in one way, sends it the signals as Slurm does, and tells which have ended it. Then ends it.
+RANK = """
+import multiprocessing, os, signal, subprocess, sys, time
+from toolkit.base import signals
+
+def wait(ready):
+    ready.send(os.getpid())
+    time.sleep(600)
+
+class Waiting:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return os.getpid()
+
+def child_of(how):
+    if how in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(how)
+        ours, theirs = context.Pipe()
+        child = context.Process(target=wait, args=(theirs,), daemon=True)
+        child.start()
+        assert ours.recv() == child.pid
+        return child.pid, child
+    if how.startswith("loader"):
+        from torch.utils.data import DataLoader
+        batches = iter(DataLoader(Waiting(), 1, num_workers=1, multiprocessing_context=how.partition("-")[2]))
+        pid = int(next(batches))  # torch has installed its own handler by now
+        return pid, batches
+    if how == "system":
+        os.system("sleep 600 & echo $! > pid")
+        return int(open("pid").read()), None
+    if how == "os.fork":
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        return pid, None
+    if how == "spawnp":
+        return os.posix_spawnp("sleep", ["sleep", "600"], os.environ), None
+    if how == "script":
+        with open("script", "w") as script:
+            script.write("#! /bin/sh\\nsleep 600\\n")
+        os.chmod("script", 0o700)
+    options = {"shell": {"shell": True}, "session": {"start_new_session": True}}.get(how, {})
+    command = {"shell": "sleep 600; true", "script": ["./script"]}.get(how, ["sleep", "600"])
+    child = subprocess.Popen(command, **options)
+    return child.pid, child
+
+def alive(pid):
+    os.kill(pid, signal.SIGSTOP)  # the kernel ends a process for a deadly signal before it stops it
+    while True:
+        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        if state in "TZX":
+            os.kill(pid, signal.SIGCONT)
+            return state == "T"
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    signals.install()
+    pid, child = child_of(sys.argv[1])
+    for number in signals.END_SIGNALS:
+        os.kill(pid, number)
+    is_alive = alive(pid)  # a deadly signal takes effect before the process runs again
+    if isinstance(child, subprocess.Popen):
+        child.terminate()
+        child.wait(60)
+    elif child is None:
+        os.kill(pid, signal.SIGKILL)
+    elif sys.argv[1] in ("fork", "spawn", "forkserver"):
+        child.terminate()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+    print("survived" if is_alive else "killed")
+"""
+WAYS = (
+    "fork",
+    "spawn",
+    "forkserver",
+    "loader-fork",
+    "loader-spawn",
+    "loader-forkserver",
+    "os.fork",
+    "system",
+    "spawnp",
+)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("how", [*WAYS, "popen", "shell", "script", "session"])
+def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    env = {
+        **os.environ,
+        "TOOLKIT_SUPERVISED": "1",
+        "TOOLKIT_SIGNALS_ALL": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    # Into files: what a shell has started outlives it, and would hold a pipe open.
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        rank = subprocess.Popen(
+            [sys.executable, "rank.py", how], cwd=tmp_path, env=env, stdout=out, stderr=err, start_new_session=True
+        )
+    try:
+        code = rank.wait(PATIENCE * 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    assert (tmp_path / "out").read_text() == "survived\n", (tmp_path / "err").read_text()
+    assert code == 0
+
+
+#: Starts a child where Slurm signals the rank alone, and ends it by ``os.kill``.
+ALONE = """
+import os, signal, subprocess, sys, time
+
+def masks(pid):
+    status = open(f"/proc/{pid}/status").read()
+    return {int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))}
+
+if __name__ == "__main__":
+    from toolkit.base import signals
+    from rank import alive, child_of
+
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(9))
+    before = masks(os.getpid())
+    signals.install()
+    pid, child = child_of(sys.argv[1])
+    if sys.argv[1] not in ("fork", "os.fork", "loader-fork"):
+        # A shell blocks some for a moment when it starts a program.
+        while any(mask >> number - 1 & 1 for mask in masks(pid) - before for number in signals.STOP_SIGNALS):
+            time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    while alive(pid):  # a fork may not have its own handlers yet
+        time.sleep(0.01)
+    if sys.argv[1] == "os.fork":
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        again, _ = child_of("os.fork")
+        os.kill(again, signal.SIGUSR2)  # the handler that a script had set before
+        assert os.waitstatus_to_exitcode(os.waitpid(again, 0)[1]) == 9
+    print("ended")
+    os._exit(0)
+"""
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    "how", ["fork", "spawn", "loader-fork", "os.fork", "system", "spawnp", "popen", "shell", "session"]
+)
+def test_where_slurm_signals_ranks_alone_a_child_ends_by_any_signal_of_its_rank(how: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "alone.py").write_text(ALONE)
+    env = {**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "alone.py", how], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * 60
+    )
+    assert done.stdout == "ended\n", done.stderr
+
+
+#: Starts a child that may hear the signal, and that ignores further ones while it cleans up.
+HEARS = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from tests.waiting import wait_for
+from toolkit.base import signals
+
+CHILD = '''
+import signal, sys, time
+from pathlib import Path
+
+def clean_up(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    Path("cleaning").touch()
+    time.sleep(0.2)
+    sys.exit(7)
+
+signal.signal(signal.SIGTERM, clean_up)
+if sys.argv[1] == "unblocked":
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+Path("ready").touch()
+time.sleep(600)
+'''
+
+def kill(pid, number):
+    plain_kill(pid, number)
+    if number == signal.SIGTERM:
+        wait_for(Path("cleaning").exists, 60, "the child's handler")
+
+earlier = signal.getsignal(signal.SIGTERM)
+signals.install()
+if sys.argv[1] == "ours is gone":
+    signal.signal(signal.SIGTERM, earlier)
+child = subprocess.Popen([sys.executable, "-c", CHILD, sys.argv[1]])
+wait_for(Path("ready").exists, 60, "the child")
+plain_kill, os.kill = os.kill, kill
+child.terminate()
+sys.exit(child.wait(60))
+"""
+
+
+@pytest.mark.parametrize("why", ["unblocked", "ours is gone"])
+def test_a_child_that_hears_the_signal_may_clean_up(why: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(HEARS)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "rank.py", why], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * 60
+    )
+    assert done.returncode == 7, done.stderr
