@@ -155,7 +155,7 @@ def test_a_resumed_command_changes_by_option_only(command: Command) -> None:
 
 
 @pytest.mark.parametrize("script", ["loop.py", "plain.py"])
-def test_arguments_are_swept(script: str, tmp_path: Path) -> None:
+def test_arguments_are_swept(script: str) -> None:
     asked = request.read(script, [configs.argv_override(["--amp"]), "args.epochs=1,2", "args.lr=0.10,1e-4"], Options())
     sent = submission.submit(asked, Path.cwd(), "slurm", FakeSlurm())
     assert [point.values["args.epochs"] for point in sent.points] == [1, 1, 2, 2]
@@ -200,9 +200,7 @@ def test_a_script_that_a_setup_may_bring_is_not_refused() -> None:
     toolkit("exec", "--executor", "local", "cluster.setup=[touch plane.py]", "--", "python", "plane.py")
 
 
-def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(project: Path) -> None:
     Path("plain.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     words = ["--on-restart", "--resume {newest:ckpt/*.pt} --mode=again '${HOME} {}'"]
     run = toolkit("exec", "--executor", "local", *words, "--", sys.executable, "plain.py", "--lr", "2")

@@ -135,7 +135,7 @@ def test_errors_names_and_words_of_the_command_line_are_visible(
 
 
 def test_a_followed_run_and_the_screen_of_watch_are_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from toolkit.run.submission.handle import Run
 

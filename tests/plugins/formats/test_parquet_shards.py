@@ -113,32 +113,31 @@ def test_a_transform_is_applied_and_seeded_by_position(folder: Path) -> None:
     assert len(set(batches[0]["noise"].tolist())) == 8
 
 
-def test_each_row_group_is_read_once_by_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[str, int]] = []
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
+    """Return a list of the row groups that are read: of which file, which, and whether by the main thread."""
+    found: list[tuple[str, int, bool]] = []
     plain_open = ParquetFormat.open
     monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
 
     def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
-        opened.append((path.name, block))
+        found.append((path.name, block, threading.current_thread() is threading.main_thread()))
         return plain_open(self, path, file, block, columns)
 
     monkeypatch.setattr(ParquetFormat, "open", spying)
+    return found
+
+
+def test_each_row_group_is_read_once_by_one_rank(folder: Path, opened: list[tuple[str, int, bool]]) -> None:
     for rank in range(4):
         ids_of(ShardedData(folder, columns=["id"], lanes=4), range(9), Share(rank, 4), 0)
-    assert len(set(opened)) == 12
+    assert len({(name, block) for name, block, _ in opened}) == 12
     assert len(opened) <= 12 + 4  # a row group at the edge of two lanes belongs to both
 
 
-def test_row_groups_of_later_batches_are_read_ahead_by_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[str, int, bool]] = []
-    plain_open = ParquetFormat.open
-    monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
-
-    def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
-        opened.append((path.name, block, threading.current_thread() is threading.main_thread()))
-        return plain_open(self, path, file, block, columns)
-
-    monkeypatch.setattr(ParquetFormat, "open", spying)
+def test_row_groups_of_later_batches_are_read_ahead_by_threads(
+    folder: Path, opened: list[tuple[str, int, bool]]
+) -> None:
     data = ShardedData(folder, columns=["id"], lanes=2)
     loader = Loader(data, global_batch_size=8, seed=0, share=Share(0, 1))
     loader.at(0)

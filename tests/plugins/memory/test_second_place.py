@@ -91,6 +91,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second_place, "PATIENCE_S", 0.5)
+
+
 def test_of_those_that_wait_for_a_slow_disk_only_the_newest_is_copied(
     home: CheckpointFolder, second: SecondPlace, tmp_path: Path, slow: threading.Event
 ) -> None:
@@ -196,14 +201,13 @@ def test_where_no_copy_is_good_either_all_stay_and_nothing_begins_anew(
             load_alone(home, weights(0.0), fetch=lambda damaged: place.fetch(home, damaged))  # noqa: B023  # called here
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_place_that_gives_no_answer_is_not_waited_for_for_ever(
     home: CheckpointFolder,
     tmp_path: Path,
     slow: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(second_place, "PATIENCE_S", 0.5)
     waited = list[float]()
     second = SecondPlace(tmp_path / "second", Keep(2), lambda: waited.append(time.monotonic()))
     second.copy(home.path(200))
@@ -215,14 +219,14 @@ def test_a_place_that_gives_no_answer_is_not_waited_for_for_ever(
     wait_for(lambda: steps(tmp_path / "second") == [200], 20, "the copy")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_arrives_after_the_training_has_begun_does_not_come_home(
-    home: CheckpointFolder, second: SecondPlace, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+    home: CheckpointFolder, second: SecondPlace, slow: threading.Event
 ) -> None:
     slow.set()
     copied(second, home, 200)
     shutil.rmtree(home.path(200))
     slow.clear()
-    monkeypatch.setattr(second_place, "PATIENCE_S", 0.5)
     assert second.fetch(home) is None
     threads = [thread for thread in threading.enumerate() if thread.name == "second-place"]
     slow.set()

@@ -142,15 +142,26 @@ def test_one_sick_node_is_bad_and_no_other(
     assert f"node3: bad: {report.bad['node3']}" in report.summary()
 
 
-def test_a_clock_that_is_a_little_off_is_a_warning(tmp_path: Path) -> None:
-    report = examined(tmp_path, {"node2": Play(lead_s=2.0)})
-    assert (report.bad, list(report.warnings)) == ({}, ["node2"])
+FOUR_PORTS = dict.fromkeys(HOSTS, sick(ok("infiniband", "4", 4.0)))
+#: What nodes do, and which of them are bad and warned of.
+PLAYS: dict[str, tuple[dict[str, Play], list[str], list[str]]] = {
+    "a clock that is a little off": ({"node2": Play(lead_s=2.0)}, [], ["node2"]),
+    # The batch host is node1: its own clock always agrees with the supervisor's.
+    "most clocks differ from ours": (dict.fromkeys(HOSTS[1:], Play(lead_s=60.0)), ["node1"], []),
+    "fewer InfiniBand ports": ({**FOUR_PORTS, "node2": sick(ok("infiniband", "?", 2.0))}, [], ["node2"]),
+    "no InfiniBand port": ({**FOUR_PORTS, "node2": sick(ok("infiniband", "?", 0.0))}, ["node2"], []),
+    # The network may have been away, or a user has ended the job.
+    "a lost agent": ({"node2": Play(silent=NodeSilent("node2", "it has ended", is_certain=False))}, [], ["node2"]),
+    "a late answer": ({"node3": Play(after_s=0.5)}, [], []),
+}
 
 
-def test_where_most_clocks_differ_from_ours_ours_is_wrong(tmp_path: Path) -> None:
-    """The batch host is node1: its own clock always agrees with the supervisor's."""
-    report = examined(tmp_path, dict.fromkeys(HOSTS[1:], Play(lead_s=60.0)))
-    assert list(report.bad) == ["node1"]
+@pytest.mark.parametrize(("plays", "bad", "warned"), PLAYS.values(), ids=PLAYS.keys())
+def test_what_one_node_differs_in_is_bad_or_a_warning(
+    tmp_path: Path, plays: dict[str, Play], bad: list[str], warned: list[str]
+) -> None:
+    report = examined(tmp_path, plays)
+    assert (list(report.bad), list(report.warnings), report.common) == (bad, warned, ())
 
 
 def test_what_is_wrong_with_every_node_is_no_nodes_fault_and_counted_so_in_the_head(tmp_path: Path) -> None:
@@ -174,13 +185,6 @@ def test_equal_lines_are_one_line_with_all_its_nodes(tmp_path: Path) -> None:
     slow = sick(Finding("look-up", "warning", "10 s", "takes 10 s"))
     report = examined(tmp_path, {"node1": slow, "node2": slow, "node4": slow})
     assert report.summary()[1:] == ["node[1-2,4]: warning: takes 10 s"]
-
-
-@pytest.mark.parametrize(("ports", "severity"), [(2.0, "warnings"), (0.0, "bad")])
-def test_a_node_with_fewer_infiniband_ports_than_most_stands_out(tmp_path: Path, ports: float, severity: str) -> None:
-    well = sick(ok("infiniband", "4", 4.0))
-    report = examined(tmp_path, {**dict.fromkeys(HOSTS, well), "node2": sick(ok("infiniband", "?", ports))})
-    assert list(getattr(report, severity)) == ["node2"]
 
 
 def test_agents_that_cannot_be_started_at_all_say_why_and_blame_nobody(tmp_path: Path) -> None:
@@ -226,17 +230,6 @@ def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(tmp_pat
     assert report.is_fine
     assert list(report.warnings) == list(report.unknown) == list(silent)
     assert "nothing is known of it" in report.warnings["node2"]
-
-
-def test_a_node_whose_agent_was_lost_is_unknown_and_not_bad(tmp_path: Path) -> None:
-    """The network may have been away, or a user has ended the job."""
-    report = examined(tmp_path, {"node2": Play(silent=NodeSilent("node2", "its agent has ended", is_certain=False))})
-    assert (report.bad, report.common, list(report.warnings)) == ({}, (), ["node2"])
-
-
-def test_a_healthy_node_that_answers_late_is_well(tmp_path: Path) -> None:
-    report = examined(tmp_path, {"node3": Play(after_s=0.5)})
-    assert (report.bad, report.warnings, report.common) == ({}, {}, ())
 
 
 def test_a_late_spare_does_not_keep_the_others_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Trial:
         self.dir = RunDir(folder)
         self.dir.logs.mkdir(parents=True)
         self.dir.submitit.mkdir()
-        for name in ("MEASURE_S", "STOP_S", "RETURN_S"):
+        for name in ("MEASURE_S", "STOP_S", "RETURN_S", "ASK_SLURM_EVERY_S"):
             monkeypatch.setattr(proof, name, 0.0)
         monkeypatch.setattr(proof, "POLL_S", 0.001)
         self.slurm = FakeSlurm()
@@ -181,7 +181,6 @@ def test_the_time_in_the_queue_does_not_count(trial: Trial, monkeypatch: pytest.
     trial.attempt(1, trial.job, 0, 12, 100.0)
     trial.slurm.finish(trial.job)
     trial.slurm.requeue(trial.job)
-    monkeypatch.setattr(proof, "ASK_SLURM_EVERY_S", 0.0)
     monkeypatch.setattr(proof, "RETURN_S", 0.05)
     looks = 0
     show_jobs = trial.slurm.show_jobs
@@ -210,7 +209,6 @@ def test_a_job_that_stays_in_the_queue_or_is_held_is_given_up(
 ) -> None:
     play_well(trial)
     (trial.dir.path / FOLLOWED).unlink()
-    monkeypatch.setattr(proof, "ASK_SLURM_EVERY_S", 0.0)
     monkeypatch.setattr(proof, "QUEUE_S", queue_s)
     monkeypatch.setattr(trial.slurm, "show_jobs", lambda jobs: {job: JobStatus(job, "PENDING", reason) for job in jobs})
     assert trial.proofs()["follow-up job"].text == "job 77 was not seen"

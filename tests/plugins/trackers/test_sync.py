@@ -52,6 +52,12 @@ def story() -> Story:
     return story
 
 
+def is_whole(server: Server, story: Story) -> bool:
+    """True if there is one copy, with all points of the run."""
+    [copy] = server.values()
+    return same(copy, story.points(FakeTracker(server).tag))
+
+
 @pytest.mark.parametrize("only_appends", [False, True])
 def test_the_copy_equals_the_file_after_kills_and_resumes(only_appends: bool) -> None:
     server: Server = {}
@@ -111,8 +117,7 @@ def test_a_record_that_cannot_be_read_is_named_and_nothing_is_doubled(
     path.write_bytes(b"\x00\x00")
     story.end()
     RunSync(story.run, "fake", FakeTracker(server)).send()
-    [copy] = server.values()
-    assert same(copy, story.points(FakeTracker(server).tag))
+    assert is_whole(server, story)
     assert f"{path} cannot be read: it holds NUL bytes only; it is not used" in caplog.text
 
 
@@ -122,8 +127,7 @@ def test_a_copy_that_was_removed_from_the_tracker_is_made_again(story: Story) ->
     RunSync(story.run, "fake", FakeTracker(server)).send()
     server.clear()
     RunSync(story.run, "fake", FakeTracker(server)).send()
-    [copy] = server.values()
-    assert same(copy, story.points(FakeTracker(server).tag))
+    assert is_whole(server, story)
 
 
 def test_damaged_lines_of_the_metrics_are_left_out(story: Story) -> None:
@@ -161,8 +165,7 @@ def test_a_tracker_that_is_away_is_named_and_the_next_call_goes_on(
     assert "hidden" not in err
     monkeypatch.setattr(commands, "build_tracker", lambda name, run: FakeTracker(server))
     assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
-    [copy] = server.values()
-    assert same(copy, story.points(FakeTracker(server).tag))
+    assert is_whole(server, story)
 
 
 def test_two_at_a_time_are_refused(story: Story) -> None:

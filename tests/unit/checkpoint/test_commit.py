@@ -122,7 +122,7 @@ def test_keep_counts_valid_checkpoints_only(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.list()] == ["step-00000400", "step-00000300", "step-00000200"]
 
 
-def test_keeping_one_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_keeping_one_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.keep: 1 is too few"):
         Keep(1)
 

@@ -95,9 +95,7 @@ def test_a_run_that_writes_is_not_removed_where_slurm_does_not_know_its_job(
     assert not run.path.exists()
 
 
-def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(run: RunDir, command: Command) -> None:
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-1/manifest.json").write_text("{}")
     user = new_run("user", "0.1")

@@ -180,7 +180,7 @@ def test_a_job_without_params_says_how_to_declare_them(text: str, says: str, job
     assert load_config(job).params == {}
 
 
-def test_a_foreign_script_has_no_params(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_script_has_no_params() -> None:
     with pytest.raises(ConfigError, match=r"params: a script that knows nothing of the toolkit has none"):
         load_config(None, ["params.width=3", "job=toolkit.nodes.start.foreign"])
 

@@ -186,7 +186,7 @@ def test_ranks_of_one_kind_agree(store: TCPStore) -> None:
     ],
 )
 def test_ranks_share_out_the_gpus_that_slurm_lets_them_see(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch, visible: list[str], chosen: list[int]
+    store: TCPStore, visible: list[str], chosen: list[int]
 ) -> None:
     def choose(store: Store, rank: int) -> int:
         return device.turn(store, rank, 4, list(visible[rank]))

@@ -68,6 +68,12 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a reporter report at its end only."""
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+
+
 def reporter_to(agent: Outbox, rank: int, activity: Activity | None = None) -> AgentReporter:
     return AgentReporter(agent, 2, rank, activity or Activity())
 
@@ -97,10 +103,8 @@ def test_a_report_says_what_the_rank_does_and_one_that_stands_still_keeps_report
     reporter.close()
 
 
-def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heartbeat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+@pytest.mark.usefixtures("silent")
+def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heartbeat() -> None:
     agent = Agent()
     reporter = reporter_to(agent, 0)
     reporter.progress(step=450)
@@ -127,8 +131,8 @@ def test_a_report_under_way_when_the_reporter_closes_waits_for_nobody(monkeypatc
     assert agent.patience[-2:] == [0.0, report.LAST_WAIT_S]
 
 
-def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+@pytest.mark.usefixtures("silent")
+def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken() -> None:
     agents = [Agent(), Agent()]
     for rank, agent in enumerate(agents):
         reporter = reporter_to(agent, rank)
@@ -139,10 +143,8 @@ def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(mon
     assert [each.result for each in agents[1].reports] == [None]
 
 
-def test_more_metrics_than_a_report_holds_are_left_to_tensorboard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+@pytest.mark.usefixtures("silent")
+def test_more_metrics_than_a_report_holds_are_left_to_tensorboard(caplog: pytest.LogCaptureFixture) -> None:
     agent = Agent()
     reporter = reporter_to(agent, 0)
     metrics = {f"eval/{number}": 0.5 for number in range(MAX_BYTES // 10)}
@@ -155,10 +157,8 @@ def test_more_metrics_than_a_report_holds_are_left_to_tensorboard(
     assert len([line for line in caplog.messages if "too many metrics" in line]) == 1
 
 
-def test_an_agent_that_leaves_while_the_reporter_closes_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, exits: list[int]
-) -> None:
-    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+@pytest.mark.usefixtures("silent")
+def test_an_agent_that_leaves_while_the_reporter_closes_is_no_failure(exits: list[int]) -> None:
     agent = Agent()
     reporter = reporter_to(agent, 1)
     agent.is_gone = True

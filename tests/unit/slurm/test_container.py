@@ -34,7 +34,7 @@ def test_apptainer_runs_the_images_python_with_the_runs_code_and_gpus(
     assert inside.command(RANK)[0] == "singularity"  # where that is the only one
 
 
-def test_pyxis_is_said_in_options_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyxis_is_said_in_options_of_srun() -> None:
     inside = container(Image("pyxis", "nvcr.io#nvidia/pytorch:26.01-py3"), ("--nv",))
     assert inside.srun_options() == [
         "--container-image=nvcr.io#nvidia/pytorch:26.01-py3",

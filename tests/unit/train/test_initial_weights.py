@@ -77,7 +77,7 @@ def linear() -> nn.Module:
     return nn.Linear(4, 3, bias=False)
 
 
-def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path) -> None:
     checkpoints = source_run(tmp_path)
 
     def start(rank: int, kv: HashStore) -> float:

@@ -398,7 +398,7 @@ def test_a_stop_gives_up_the_save_of_an_earlier_step_and_leaves_nothing_of_it(
 
 
 def test_a_stop_waits_for_the_save_of_the_step_it_stops_at(
-    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk
 ) -> None:
     checkpoints.saver.save(20, REACHED)
     threading.Timer(0.05, disk.go.set).start()
@@ -490,9 +490,7 @@ def test_a_best_figure_counts_only_for_its_own_metric(checkpoints: Checkpoints) 
         assert checkpoints._state.best == restored
 
 
-def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(checkpoints: Checkpoints) -> None:
     state, saver = checkpoints._state, checkpoints.saver
     state.source.loaded = lambda values: None
     saver.checkpoints.keep = Keep(best="eval/accuracy")
@@ -506,7 +504,7 @@ def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(
 
 
 def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Nor does it pass for the save of its step, once the run reaches that step again."""
     checkpoints._state.source.loaded = lambda values: None
