@@ -27,8 +27,8 @@ from toolkit.train.on_request import OnRequest
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = rundir.create("name", tmp_path)
+def run() -> RunDir:
+    run = rundir.create("name")
     fsio.write_atomic(run.config, configs.dump_config(JobConfig(job="jobs.classify")))
     return run
 

@@ -23,9 +23,9 @@ LOGGED = '{"step": 20, "wall_time": 5.0, "loss": 0.5}\n{"step": 40, "wall_time":
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run() -> Run:
     """A run whose ranks have logged twice in their second attempt."""
-    made = Run(rundir.create("digits", tmp_path), "slurm", "7")
+    made = Run(rundir.create("digits"), "slurm", "7")
     for attempt in (1, 2):
         made.dir.attempt_logs(attempt).mkdir(parents=True)
         made.dir.rank_log(attempt, 0).write_text(f"attempt {attempt}\nstep 20\nstep 40\n")

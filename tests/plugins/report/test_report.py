@@ -397,8 +397,8 @@ def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> RunDir:
-    return rundir.create("test", tmp_path)
+def fresh() -> RunDir:
+    return rundir.create("test")
 
 
 def ledger(**seconds: float) -> dict[str, float]:

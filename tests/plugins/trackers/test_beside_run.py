@@ -19,8 +19,8 @@ from toolkit.plugins.trackers.beside_run import Senders
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = rundir.create("gpt", tmp_path)
+def run() -> RunDir:
+    run = rundir.create("gpt")
     run.config.write_text("job: jobs.classify\n")
     return run
 

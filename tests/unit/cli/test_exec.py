@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,9 +116,9 @@ def test_two_dashes_after_another_command_are_not_taken_for_exec(calls: list[Cal
     ],
 )
 def test_only_of_a_script_that_nobody_tells_it_is_said_that_it_may_begin_anew(
-    config: JobConfig, attempt: int, steps: int | None, is_said: bool, tmp_path: Path
+    config: JobConfig, attempt: int, steps: int | None, is_said: bool
 ) -> None:
-    run = rundir.create("script", tmp_path)
+    run = rundir.create("script")
     fsio.write_atomic(run.config, configs.dump_config(config))
     run.add_attempt(AttemptRecord(1, ("n",), 1.0, 2.0, "crashed", "restart", step_end=steps))
     assert bool(advice.of_restarts(run, attempt)) == is_said

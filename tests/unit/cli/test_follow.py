@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,63 +26,63 @@ from toolkit.run.submission.handle import Run
 TIMES = dict.fromkeys(PARTS, 0.0) | {"training": 6.0, "start_up": 1.0}
 
 
-def ended(tmp_path: Path, **result: Any) -> Run:
-    run = rundir.create("my-run", tmp_path)
+def ended(**result: Any) -> Run:
+    run = rundir.create("my-run")
     (run.tensorboard / "events").touch()
     run.write_result(RunResult.from_json({"attempts": 1, "wall_s": 7.5, "metrics": {}, **result}))
     return Run(run, "local", "1")
 
 
-def test_the_end_names_test_accuracy_folder_and_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ended(
-        tmp_path, state="completed", step=450, metrics={"train/loss": 0.1, "eval/accuracy": 0.98333}, goodput=TIMES
-    )
-    assert follow.to_the_end(run, bar=True) == EXIT_DONE
-    out = capsys.readouterr().out
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    """Return a function that follows a run to its end, with this exit code, and returns what is printed."""
+
+    def follow_it(run: Run, code: int, *, bar: bool = False, is_bound: bool = True) -> str:
+        assert follow.to_the_end(run, bar=bar, is_bound=is_bound) == code
+        return capsys.readouterr().out
+
+    return follow_it
+
+
+def test_the_end_names_test_accuracy_folder_and_tensorboard(told: Told) -> None:
+    run = ended(state="completed", step=450, metrics={"train/loss": 0.1, "eval/accuracy": 0.98333}, goodput=TIMES)
+    out = told(run, EXIT_DONE, bar=True)
     assert "test accuracy: 0.9833" in out
     assert "86 % of 7 s was training; 14 % start-up" in out
     assert f"run folder: {run.dir.path}" in out
     assert f"tensorboard {run.id}" in out
 
 
-def test_a_run_whose_loss_is_no_number_at_its_end_is_told_like_any_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = ended(tmp_path, state="completed", step=450, metrics={"eval/loss": float("nan"), "eval/accuracy": 0.1})
-    assert follow.to_the_end(run, bar=True) == EXIT_DONE
-    out = capsys.readouterr().out
+def test_a_run_whose_loss_is_no_number_at_its_end_is_told_like_any_other(told: Told) -> None:
+    run = ended(state="completed", step=450, metrics={"eval/loss": float("nan"), "eval/accuracy": 0.1})
+    out = told(run, EXIT_DONE, bar=True)
     assert "test loss: not a number" in out
     assert "test accuracy: 0.1000" in out
 
 
 @pytest.mark.parametrize("why", ["rank 0 on node[1-2]: KeyError: '[/x]'", "[red]"])
-def test_brackets_in_an_error_are_shown_as_they_stand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str
-) -> None:
-    assert follow.to_the_end(ended(tmp_path, state="failed", why=why, goodput=TIMES), bar=False) == EXIT_FAILED
-    out = capsys.readouterr().out
+def test_brackets_in_an_error_are_shown_as_they_stand(told: Told, why: str) -> None:
+    out = told(ended(state="failed", why=why, goodput=TIMES), EXIT_FAILED)
     assert why in out
     assert "86 % of 7 s was training; 14 % start-up" in out
 
 
-def test_a_job_without_a_result_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_without_a_result_is_one_line(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     def gone(self: Run) -> None:
         raise JobFailedError("the job [7] is over")
 
     monkeypatch.setattr(Run, "wait", gone)
-    assert follow.to_the_end(ended(tmp_path, state="failed"), bar=False) == EXIT_FAILED
-    assert capsys.readouterr().out == "the job [7] is over\n"
+    assert told(ended(state="failed"), EXIT_FAILED) == "the job [7] is over\n"
 
 
-def test_a_failure_ends_with_the_users_line_and_the_command_that_tells_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_ends_with_the_users_line_and_the_command_that_tells_more(tmp_path: Path, told: Told) -> None:
     script = tmp_path / "train.py"
     script.write_text("def lookup(batch):\n    return batch['labels']\n\n\nlookup({})\n")
     raised = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False).stderr
-    followed = ended(tmp_path, state="failed", why="rank 3 on node2: KeyError: 'labels'")
+    followed = ended(state="failed", why="rank 3 on node2: KeyError: 'labels'")
     failure = {"rank": 3, "host": "node2", "how": "KeyError: 'labels'", "where": "train.py:2 in lookup"}
     followed.dir.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
     fsio.make_dir(followed.dir.attempt_logs(1), parents=1)
@@ -95,51 +96,47 @@ def test_a_failure_ends_with_the_users_line_and_the_command_that_tells_more(
             "traceback": text,
         }
         fsio.write_json(followed.dir.error_file(1, rank), report)
-    assert follow.to_the_end(followed, bar=False) == EXIT_FAILED
-    *_, place, line, more = capsys.readouterr().out.splitlines()
+    *_, place, line, more = told(followed, EXIT_FAILED).splitlines()
     assert place == "  at train.py:2 in lookup, rank 3:"
     assert line == "      return batch['labels']"
     assert f"why {followed.id}` tells more" in more
 
 
-def test_a_failure_without_an_exception_has_no_line_of_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    followed = ended(tmp_path, state="failed", why="rank 0 on node1: killed by SIGKILL")
+def test_a_failure_without_an_exception_has_no_line_of_code(told: Told) -> None:
+    followed = ended(state="failed", why="rank 0 on node1: killed by SIGKILL")
     failure = {"rank": 0, "host": "node1", "how": "killed by SIGKILL"}
     followed.dir.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
-    assert follow.to_the_end(followed, bar=False) == EXIT_FAILED
-    *_, advice, more = capsys.readouterr().out.splitlines()
+    *_, advice, more = told(followed, EXIT_FAILED).splitlines()
     assert advice.startswith("  next: ")
     assert more.endswith("tells more")
 
 
-def test_what_is_odd_about_a_completed_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_odd_about_a_completed_run_is_said(told: Told) -> None:
     why = "completed, but the log of rank 0 ends in ValueError: x"
-    assert follow.to_the_end(ended(tmp_path, state="completed", why=why, wall_s=1.0), bar=False) == EXIT_DONE
-    assert capsys.readouterr().out.splitlines()[1] == "  but the log of rank 0 ends in ValueError: x"
+    lines = told(ended(state="completed", why=why, wall_s=1.0), EXIT_DONE).splitlines()
+    assert lines[1] == "  but the log of rank 0 ends in ValueError: x"
 
 
 def test_a_bar_that_cannot_read_a_log_costs_a_line_and_the_run_is_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise OSError(116, "Stale file handle", "rank-0.log")
 
     monkeypatch.setattr("toolkit.cli.progress.follow", fails)
-    assert follow.to_the_end(ended(tmp_path, state="completed"), bar=True) == EXIT_DONE
-    out = capsys.readouterr().out
+    out = told(ended(state="completed"), EXIT_DONE, bar=True)
     assert "cannot be shown" in out
     assert "completed in" in out
 
 
 @pytest.mark.parametrize(("executor", "is_bound"), [("slurm", True), ("slurm", False), ("local", False)])
 def test_ctrl_c_leaves_a_run_alone_that_does_not_live_in_this_terminal(
-    executor: str, is_bound: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    executor: str, is_bound: bool, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(ended(tmp_path, state="completed").dir, executor, "41")
+    run = Run(ended(state="completed").dir, executor, "41")
     monkeypatch.setattr(follow, "_watch", interrupted)
-    assert follow.to_the_end(run, bar=True, is_bound=is_bound) == EXIT_STOPPED
-    told = capsys.readouterr().out
-    assert f"`toolkit follow {run.id}` comes back to it, `toolkit stop {run.id}` has it save and end" in told
+    out = told(run, EXIT_STOPPED, bar=True, is_bound=is_bound)
+    assert f"`toolkit follow {run.id}` comes back to it, `toolkit stop {run.id}` has it save and end" in out
 
 
 def interrupted(*_: object) -> None:

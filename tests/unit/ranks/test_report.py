@@ -12,7 +12,6 @@ import sys
 import threading
 from contextlib import closing
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,8 +213,8 @@ def test_ranks_whose_progress_is_told_once_a_second_report_once_a_second() -> No
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return rundir.create("alone", tmp_path)
+def run() -> RunDir:
+    return rundir.create("alone")
 
 
 def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_end(run: RunDir) -> None:
@@ -250,8 +249,8 @@ def test_an_unsupervised_run_that_has_saved_as_it_was_asked_to_is_stopped(run: R
     assert run.status().state == "stopped"
 
 
-def test_an_unsupervised_rank_ends_when_another_process_has_its_run(tmp_path: Path) -> None:
-    run = rundir.create("alone", tmp_path)
+def test_an_unsupervised_rank_ends_when_another_process_has_its_run() -> None:
+    run = rundir.create("alone")
     code = (
         "import sys, threading, pathlib\n"
         "from toolkit.ranks.report import FileReporter\n"

@@ -121,15 +121,13 @@ def test_nodes_of_each_component_are_in_order(slurm: FakeSlurm) -> None:
     assert whole.tasks == (2, 2, 2, 4, 4, 4)
 
 
-def test_placement_checks_and_copies_know_the_same_spares(
-    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_placement_checks_and_copies_know_the_same_spares(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the checks and the copies took the last nodes in Slurm's order for the spares."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "1(x4)"}
     for name, value in {**variables, "SLURM_NTASKS": "4", "SLURM_CLUSTER_NAME": "here"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(entry, "Slurm", lambda: slurm)
-    run = rundir.create("test", tmp_path)
+    run = rundir.create("test")
     config = JobConfig()
     config.cluster.spare_nodes = 1
     run.config.write_text(dump_config(config))
