@@ -26,8 +26,8 @@ CEILINGS = {
     "lines of plugins": 24_696,
     "files of plugins": 132,
     "hooks": 0,
-    "lines of tests/": 84_448,
-    "tests' setattr of a constant": 142,
+    "lines of tests/": 83_508,
+    "tests' setattr of a constant": 134,
     "words of docs": 74_799,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
