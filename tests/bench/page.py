@@ -62,8 +62,8 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     },
     "startup": {"CPU of 8 ranks, ours": "ratio <= 1.3", "start to a step on 2 nodes, ours": "ratio <= 1"},
     "sweep": {
-        "submit 10000 points": "median <= 10",
-        "calls of sbatch": "median <= 10",
+        "submit 2000 points": "median <= 60",
+        "calls of sbatch": "median <= 2",
         "questions to Slurm by the status": "median <= 1",
     },
     "why": {"held_out: right where it names a cause": "median >= 95"},

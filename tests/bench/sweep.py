@@ -1,9 +1,9 @@
-"""Submitting and watching 10,000 points: seconds, calls of sbatch, questions to Slurm, beside submitit's map_array.
+"""Submitting and watching 2,000 points: seconds, calls of sbatch, questions to Slurm, beside submitit's map_array.
 
 Slurm is the one in memory, so the figures are the submitter's own. submitit's are the files that its
 ``SlurmExecutor.map_array`` writes for as many tasks, before it calls sbatch once.
 
-    python -m tests.bench.sweep [--points 10000]
+    python -m tests.bench.sweep [--points 2000]
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.bench import record
-from toolkit.cli import show
-from toolkit.plugins.sweep import request, states, submission
+from toolkit.cli import run_rows, show
+from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep import request, rows, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
@@ -50,7 +51,7 @@ def with_submitit(count: int, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--points", type=int, default=10_000)
+    parser.add_argument("--points", type=int, default=2_000)
     record.add_option(parser)
     args = parser.parse_args(argv)
     count = args.points
@@ -63,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The second submission must find all points in the record, and send none.
         timed("the same again: nothing new", lambda: submission.submit(asked, ROOT, "slurm", slurm), times)
         queue = SharedQueue(slurm, None)
-        look = partial(states.standings, sent.sweep, queue.show_jobs, show.status_rows)
+
+        def rows_of(runs: Sequence[RunDir]) -> list[run_rows.RunRow]:
+            return show.with_slurm(run_rows.read_rows(runs), queue.show_jobs)
+
+        look = partial(rows.of_points, sent.sweep, rows_of)
         found = timed("status of all, in the queue", look, times)
         (Path(folder) / "submitit").mkdir()
         timed("the files of as many tasks, by submitit", lambda: with_submitit(count, Path(folder) / "submitit"), times)
@@ -71,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"calls of sbatch: {calls} (at least {most} arrays); questions of status: {len(slurm.asked_for_jobs)}")
         print(f"points in the table: {len(found)}, {sum(each.state == 'queued' for each in found)} of them queued")
     peer = "the files of as many tasks, by submitit"
-    rows = [record.row(what, took, to=times[peer], peer=peer) for what, took in times.items()]
-    rows.append(record.row("calls of sbatch", [calls], "", better="less"))
-    rows.append(record.row("questions to Slurm by the status", [len(slurm.asked_for_jobs)], "", better="less"))
-    record.write(args.json, rows)
+    records = [record.row(what, took, to=times[peer], peer=peer) for what, took in times.items()]
+    records.append(record.row("calls of sbatch", [calls], "", better="less"))
+    records.append(record.row("questions to Slurm by the status", [len(slurm.asked_for_jobs)], "", better="less"))
+    record.write(args.json, records)
     # A sweep costs the fewest arrays that fit the site's limit, and its status one question.
     return 0 if (calls, len(slurm.asked_for_jobs)) == (most, 1) else 1
 

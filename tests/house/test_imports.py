@@ -113,7 +113,7 @@ USING_PUBLIC_NAMES = {"run/rank/user_job.py", "plugins/site/proof_rank.py"}
 MAKING_PARTS = {
     *("nodes/agent/parts.py", "run/supervise/parts.py", "train/parts.py"),
     *("strategies/__init__.py", "strategies/update/apply.py", "run/rank/main.py"),
-    *("run/prepare/new_run.py", "run/submission/executors.py", "run/submission/handle.py"),
+    *("run/prepare/new_run.py", "run/submission/executors.py"),
     *("run/submission/resume.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
     "config/validation.py",
 }

@@ -11,20 +11,17 @@ import pytest
 
 from tests.command import Command
 from toolkit.base.errors import EXIT_DONE, ConfigError, RequestError, SlurmError
-from toolkit.cli import show
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.report import compare
-from toolkit.plugins.sweep import again, element, request, submission
+from toolkit.plugins.sweep import request, submission
 from toolkit.plugins.sweep.request import Options
-from toolkit.plugins.sweep.states import standings
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
-from toolkit.slurm.shared_queue import SharedQueue
 
 LOOP = "import toolkit\nfrom helper import f\nwith toolkit.start() as run:\n    f()\n"
 TEST = "def test_nothing():\n    pass\n"
@@ -105,9 +102,7 @@ def test_new_code_is_a_second_copy(command: Command) -> None:
 def test_a_copy_that_a_sweep_shares_stays_the_first(project: Path) -> None:
     asked = request.read("loop.py", ["train.seed=1,2"], Options())
     sent = submission.submit(asked, project, "slurm", FakeSlurm())
-    array = sent.sweep.arrays()[0]
-    run = element.claim(array, 0, array.record().token)
-    assert run is not None
+    run = sent.sweep.run_of(sent.sweep.points()[0])
     assert helper(run.code) == "1"
     mend()
     resume(failed(run), executor="slurm", code=True)
@@ -183,6 +178,5 @@ def test_a_sweep_is_retried_in_the_folder_in_which_it_was_submitted(
     sent = submission.submit(asked, project, "slurm", slurm)
     monkeypatch.chdir(tmp_path)
     slurm.cancel(f"{sent.jobs[0]}_0")
-    found = standings(sent.sweep, SharedQueue(slurm, None).show_jobs, show.status_rows)
-    assert len(again.retry(sent.sweep, [each for each in found if each.is_to_retry], slurm)) == 1
+    assert len(submission.retry(sent.sweep, sent.sweep.points()[:1], slurm)) == 1
     assert started_in == [project, project]

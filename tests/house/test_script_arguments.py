@@ -19,9 +19,8 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.start import foreign
-from toolkit.plugins.sweep import element, request, submission
+from toolkit.plugins.sweep import request, submission
 from toolkit.plugins.sweep.request import Options
-from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
@@ -159,10 +158,7 @@ def test_arguments_are_swept(script: str) -> None:
     asked = request.read(script, [configs.argv_override(["--amp"]), "args.epochs=1,2", "args.lr=0.10,1e-4"], Options())
     sent = submission.submit(asked, Path.cwd(), "slurm", FakeSlurm())
     assert [point.values["args.epochs"] for point in sent.points] == [1, 1, 2, 2]
-    array = SweepDir(sent.sweep.path).arrays()[0]
-    token = array.record().token
-    runs = [element.claim(array, index, token) for index in range(4)]
-    given = [" ".join(words_of(run)) for run in runs if run is not None]
+    given = [" ".join(words_of(sent.sweep.run_of(point))) for point in sent.sweep.points()]
     start = "" if script == "loop.py" else f"{sys.executable} {Path.cwd() / script} "
     assert given == [f"{start}--amp --epochs {epochs} --lr {lr}" for epochs in (1, 2) for lr in ("0.10", "1e-4")]
 

@@ -19,10 +19,8 @@ from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.sweep.states import may_start_again
 from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
-from toolkit.slurm import shared_queue
 
 
 def usage(run: RunDir) -> dict[str, Any]:
@@ -133,8 +131,6 @@ def _use_of(run: RunDir, used: Mapping[Path, str]) -> str | None:
             f"run {run.id} is {state}; when it has ended it can be removed: {how} "
             f"(if its job was killed, wait until its status is {HEARD_S:.0f} s old)"
         )
-    if may_start_again(run, shared_queue.of_user().show_jobs):
-        return f"run {run.id} was submitted again by its sweep, and waits in the queue or for Slurm's answer"
     path = run.path.resolve()
     user = next((user for source, user in used.items() if path in (source, *source.parents)), None)
     return user and f"run {user}, which has not ended, needs run {run.id} (model.init_from, or --after)"

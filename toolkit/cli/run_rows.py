@@ -37,7 +37,6 @@ class RunRow:
     follow_ups: Sequence[str] = ()
     asked: str | None = None
     after: Sequence[str] = ()
-    sweep: str | None = None
     executor: str = "local"
     attempt: int = 0
     restarts: int = 0
@@ -153,10 +152,9 @@ def _row(run: RunDir, is_whole: bool) -> RunRow:
         row.why = f"{run.config.name} is missing"
     # Which job has the run matters only while it may go on.
     if is_whole or result is None or status.job_id is None:
-        jobs, sent, point, asked = submitted_run.of(run), run.submission(), run.point(), stop_request.asked(run)
+        jobs, sent, asked = submitted_run.of(run), run.submission(), stop_request.asked(run)
         row.job_id, row.follow_ups = (jobs.ids[0] if jobs.ids else status.job_id), list(jobs.ids[1:])
         row.cluster = jobs.cluster or status.cluster
-        row.sweep = None if point is None else point.sweep
         row.asked = asked and asked.value
         row.executor = row.executor if sent is None else sent.executor
     return row

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
     """Return the runs that ``texts`` name, and the folders of the sweeps among them.
 
-    The runs of a sweep are those that have started. Raises RunNotFoundError for a name that is neither.
+    Raises RunNotFoundError for a name that is neither.
     """
     runs, sweeps = list[RunDir](), list[Path]()
     for text in texts:
@@ -49,11 +49,11 @@ def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
         except RunNotFoundError as error:
             if error.sweep is None:
                 raise
-            from toolkit.plugins.sweep import rows
+            from toolkit.plugins.sweep import sweep_folder
 
-            folder, started = rows.started(error.sweep)
-            sweeps.append(folder)
-            runs += started
+            sweep = sweep_folder.of_name(error.sweep)
+            sweeps.append(sweep.path)
+            runs += [run for point in sweep.points() if (run := sweep.run_of(point)).config.exists()]
     return runs, sweeps
 
 

@@ -92,7 +92,7 @@ def _jobs_here(rows: Sequence[RunRow]) -> tuple[dict[str, RunJobs], str]:
     for row in rows:
         if row.job_id:
             ids = (row.job_id, *row.follow_ups)
-            found[row.path] = RunJobs(RunDir(Path(row.path)), ids, row.cluster, row.sweep)
+            found[row.path] = RunJobs(RunDir(Path(row.path)), ids, row.cluster)
     here = cluster_name.name_here() if any(jobs.cluster for jobs in found.values()) else ""
     return {path: jobs for path, jobs in found.items() if not jobs.is_elsewhere(here)}, here
 

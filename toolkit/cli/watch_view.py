@@ -16,7 +16,6 @@ import time
 import tty
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from toolkit.base import terminal
@@ -79,15 +78,17 @@ class Watch:
 
     def _fold_sweeps(self) -> None:
         """Replace the runs of points by the rows of their sweeps."""
-        # The rows of sweeps read configs, which takes longer to import than all that is here.
         if not (paths := rundir.sweep_paths()):
             self._sweep_rows = []
             return
         from toolkit.plugins.sweep import rows as sweep_rows
 
-        ask, since = partial(self._queue.show_jobs, every_s=WATCH_S), self._now() - ENDED_S
+        def rows_of(runs: Sequence[RunDir]) -> list[RunRow]:
+            return show.with_slurm(run_rows.read_rows(runs), lambda jobs: show.ask_slurm(jobs, self._queue, WATCH_S))
+
+        since = self._now() - ENDED_S
         self._runs, stamped = sweep_rows.fold(self._runs, paths)
-        rows = [sweep_rows.row_of(sweep, self._rows_of, ask) for _, sweep in stamped]
+        rows = [sweep_rows.of_sweep(sweep, rows_of) for _, sweep in stamped]
         self._sweep_rows = [row for row in rows if row.state not in run_rows.OVER or _ended(row) > since]
 
     def _ask(self, jobs: Sequence[str]) -> dict[str, JobStatus | None]:

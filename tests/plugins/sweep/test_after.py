@@ -24,9 +24,8 @@ from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.sweep import again, awaited, element, request, submission, waiting
+from toolkit.plugins.sweep import awaited, request, submission, waiting
 from toolkit.plugins.sweep.request import Options
-from toolkit.plugins.sweep.states import PointStanding
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
@@ -262,9 +261,8 @@ def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
     assert start_job(run, slurm) == 75
     (job,) = ownership.jobs_of(run)
     assert slurm.depends == {job: (sent.jobs[0],)}
-    (array,) = sent.sweep.arrays()
-    for index, point in enumerate(array.points()):
-        sent.sweep.make_run(point, 1.0)
+    points = sent.sweep.points()
+    for index, point in enumerate(points):
         # Two have completed, one was removed: none is left to wait for.
         ends = [(RunState.COMPLETED, "completed"), (RunState.COMPLETED, "completed"), (RunState.FAILED, "x")]
         write_ended(sent.sweep.run_of(point), *ends[index])
@@ -272,7 +270,7 @@ def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
         slurm.finish(f"{sent.jobs[0]}_{index}")
     record = run.after()
     assert awaited.outlook(record, slurm.show_jobs).ended
-    shutil.rmtree(sent.sweep.run_of(array.points()[2]).path)
+    shutil.rmtree(sent.sweep.run_of(points[2]).path)
     assert awaited.outlook(record, slurm.show_jobs).is_met
 
 
@@ -283,18 +281,18 @@ def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retrie
     first = submitted("first", slurm)
     sent = submit_with_after(slurm, first.id)
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[sent.jobs[0]]
-    (array,) = sent.sweep.arrays()
-    run = element.claim(array, 0, array.record().token)
+    run, second = [sent.sweep.run_of(point) for point in sent.sweep.points()]
     assert run.after().names() == [f"run first/{first.id}"]
     # Its job looks as that of any other run does, and goes back behind the first run's job.
     slurm.start(f"{sent.jobs[0]}_0")
-    assert start_element(run, slurm, f"{sent.jobs[0]}_0", array.record().token) == 75
+    assert start_job(run, slurm) == 75
     assert slurm.depends == {f"{sent.jobs[0]}_0": (ownership.jobs_of(first)[0],)}
     monkeypatch.setattr(commands, "Slurm", lambda: slurm)
     assert cli.main(["sweep", "status", "mine"]) == 0
     assert capsys.readouterr().out.count(f"waits until run first/{first.id} has completed") == 2
-    # A point that is retried while it waits goes on waiting, as its line in the new list says.
-    (job,) = again.retry(sent.sweep, [PointStanding(array.points()[1], run, "lost")], slurm)
+    # A point that is retried before it could start goes on waiting.
+    slurm.cancel(*ownership.jobs_of(second))
+    (job,) = submission.retry(sent.sweep, sent.sweep.points()[1:], slurm)
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[job]
 
 
@@ -302,15 +300,9 @@ def test_a_sweep_may_begin_with_a_run_that_is_waited_for() -> None:
     slurm = FakeSlurm()
     first = submitted("first", slurm)
     sent = submit_with_after(slurm, first.id, init_from=first.id)
-    assert {point.settings["model.init_from"] for point in sent.points} == {str(first.path)}
+    assert {point.config.model.init_from for point in sent.points} == {str(first.path)}
     with pytest.raises(ConfigError, match=r"has no checkpoint in .*; if it works, wait for it with --after"):
         submit_with_after(slurm, name="other", init_from=first.id)
-
-
-def start_element(run: RunDir, slurm: FakeSlurm, job: str, token: str) -> int:
-    allocation = Allocation(("node1",), (1,), 1, job_id=job)
-    config = configs.load_config(run.config, site=False)
-    return Supervisor(run, config, allocation, Ranks(), slurm, token=token).run()
 
 
 def submit_with_after(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,15 +17,16 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
+from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, RequestError
-from toolkit.files.run_files import RunState
+from toolkit.files import rundir
+from toolkit.nodes.allocation import Allocation
 from toolkit.plugins import testing
-from toolkit.plugins.sweep import element, points, request, submission, sweep_folder
+from toolkit.plugins.sweep import request, submission, sweep_folder
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.submission import Submitted
-from toolkit.plugins.sweep.sweep_folder import SweepDir
+from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership
 
 CONFIG = "job: jobs.mine\nname: mine\ndata: {name: digits}\nparams: {width: 1}\n"
@@ -86,7 +89,7 @@ def killed(slurm: SlurmOnDisk, at: int, *overrides: str, **options: object) -> b
         count = itertools.count()
 
         def seen(operation: str, path: str) -> None:
-            if "/.sweeps/" in path and "/.code" not in path and next(count) == at:
+            if "/runs/" in path and "/.code" not in path and next(count) == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
@@ -98,25 +101,29 @@ def killed(slurm: SlurmOnDisk, at: int, *overrides: str, **options: object) -> b
 
 
 def assert_each_point_once(slurm: SlurmOnDisk, sweep: SweepDir) -> None:
-    assert sorted(slurm.scripts) == sorted(str(array.script) for array in sweep.arrays())
-    assert len(slurm.scripts) == 3
-    seeds = [point.values["train.seed"] for array in sweep.arrays() for point in array.points()]
-    assert Counter(seeds) == Counter(range(7))
-    for number, script in enumerate(slurm.scripts):
-        array = next(array for array in sweep.arrays() if str(array.script) == script)
-        record = array.record()
-        assert record is not None
-        assert record.job_id == str(number)
-        # The jobs know their list by the token in the script that was submitted.
-        assert f"{ownership.TOKEN_VARIABLE}={record.token}\n" in array.script.read_text()
+    """Each point has one run, whose owner's token is in the script of the job that its files name."""
+    arrays = sweep.arrays()
+    assert sorted(slurm.scripts) == sorted(str(path.with_suffix(".sh")) for path in arrays)
+    points = [point for array in arrays.values() for point in array.points]
+    assert Counter(point.values["train.seed"] for point in points) == Counter(range(7))
+    assert {run.path for run in rundir.all_runs()} == {sweep.run_of(point).path for point in points}
+    for path, array in arrays.items():
+        assert array.job_id == str(slurm.scripts.index(str(path.with_suffix(".sh"))))
+        assert f"{ownership.TOKEN_VARIABLE}={array.token}\n" in path.with_suffix(".sh").read_text()
+        for index, point in enumerate(array.points):
+            run, owner = sweep.run_of(point), sweep.run_of(point).owner()
+            assert owner is not None
+            assert owner.token == array.token
+            assert ownership.jobs_of(run) == [f"{array.job_id}_{index}"]
+            assert configs.load_config(run.config, site=False).train.seed == point.values["train.seed"]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("at", range(110))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("at", range(0, 400, 4))
 def test_a_submitter_killed_at_any_operation_loses_nothing(tmp_path: Path, at: int) -> None:
     slurm = SlurmOnDisk(tmp_path / "jobs")
-    # It has about a hundred operations on the sweep's files; the last numbers here are after its end.
-    assert killed(slurm, at) or at > 60
+    # It has about 340 operations below the folder for runs; the last numbers here are after its end.
+    assert killed(slurm, at) or at > 300
     sent = submit(slurm, "train.seed=0..6")
     assert_each_point_once(slurm, sent.sweep)
 
@@ -131,27 +138,56 @@ def test_a_submitter_killed_after_an_sbatch_finds_its_job(tmp_path: Path, number
 
 def test_jobs_of_an_sbatch_that_came_too_late_leave_the_points_alone() -> None:
     sent = submit(FakeSlurm(), "train.seed=0..1")
-    (array,) = sent.sweep.arrays()
-    record = array.record()
-    assert record is not None
-    assert element.claim(array, 0, "another token") is None
-    assert not list(sent.sweep.runs.glob("mine/*"))
-    run = element.claim(array, 0, record.token)
-    assert run is not None
-    assert configs.load_config(run.config, site=False).train.seed == 0
+    (array,) = sent.sweep.arrays().values()
+    run = sent.sweep.run_of(array.points[0])
+    place = Allocation(("node1",), (1,), 1, job_id="99_0")
+    with pytest.raises(ownership.Overtaken):
+        ownership.Claim.of_job(run, place, "another token")
+    assert ownership.Claim.of_job(run, place, array.token).token == array.token
     assert (run.code / "jobs/mine.py").is_file()
 
 
-def test_ten_thousand_points_take_as_few_calls_as_arrays_can_have() -> None:
+def test_each_job_of_an_array_supervises_its_run() -> None:
+    sent = submit(FakeSlurm(), "train.seed=0..1")
+    ((path, array),) = sent.sweep.arrays().items()
+    first, second = (point.run for point in array.points)
+    root, script = rundir.runs_root(), path.with_suffix(".sh")
+    lines = script.read_text().splitlines()
+    at = lines.index("runs=(")
+    assert lines[at : at + 4] == ["runs=(", first, second, ")"]
+    assert lines[-1] == f'exec {sys.executable} -m toolkit supervise "$TOOLKIT_SUPERVISE_RUN/config.yaml"'
+    # A shell picks the run by the element's number, and logs into its folder.
+    script.write_text(script.read_text().replace(lines[-1], 'echo "$TOOLKIT_SUPERVISE_RUN"'))
+    environ = {"PATH": os.environ["PATH"], "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    command = ["bash", str(script)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (root / second / "submitit/7_1_0_log.out").read_text() == f"{root / second}\n"
+    # One that was removed is not run.
+    shutil.rmtree(root / second)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, f"there is no {root / second}/config.yaml\n")
+
+
+def test_many_points_take_as_few_calls_as_arrays_can_have() -> None:
     slurm = FakeSlurm()
-    # The values are few, so that the test is quick: the number of points is made by repeating them.
-    slurm.max_array_size = 101
-    sent = submit(slurm, "train.seed=0..499", "params.width=1,2", max_running=20)
-    assert len(sent.jobs) == len(slurm.submitted) == math.ceil(1000 / 101)
+    slurm.max_array_size = 21
+    sent = submit(slurm, "train.seed=0..49", max_running=20)
+    assert len(sent.jobs) == len(slurm.submitted) == math.ceil(50 / 21)
     first, second = list(slurm.submitted.values())[:2]
-    assert "--array=0-100%20" in first
+    assert "--array=0-20%20" in first
     assert not any(option.startswith("--dependency") for option in first)
     assert f"--dependency=afterany:{sent.jobs[0]}" in second  # at most 20 of the whole sweep run
+
+
+def test_more_points_than_a_sweep_may_have_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"2,001 points are more than the 2,000"):
+        submit(FakeSlurm(), "train.seed=0..2000")
+    points = tuple(Point(str(number), f"mine/{number}") for number in range(1999))
+    array = ArrayRecord(points, "token", "slurm", is_array=True, job_id="1")
+    fsio.write_json(sweep_folder.of_name("mine").next_array(), array.to_json())
+    with pytest.raises(RequestError, match=r"sweep mine: 2,001 points are more than the 2,000"):
+        submit(FakeSlurm(), "train.seed=4,5")
 
 
 def test_the_same_points_are_never_submitted_twice() -> None:
@@ -162,7 +198,7 @@ def test_the_same_points_are_never_submitted_twice() -> None:
     assert [(s.new, s.known, len(s.jobs)) for s in (first, again, more)] == [(4, 0, 1), (0, 4, 0), (2, 2, 1)]
     assert submit(slurm, "train.seed=0..3", "train.epochs=9").new == 4  # another config is another point
     assert submit(slurm, "train.seed=0..3", name="other").new == 4
-    runs = [point.run for array in first.sweep.arrays() for point in array.points()]
+    runs = [point.run for point in first.sweep.points()]
     assert len(set(runs)) == len(runs) == 10
 
 
@@ -171,12 +207,8 @@ def test_a_point_has_the_config_that_submit_would_make() -> None:
     sent = submit(FakeSlurm(), "optim.lr=0.125,0.5", "params.width=2,3", "data.root=.")
     asked = configs.load_config("mine.yaml", overrides)
     asked.data.root = str(Path.cwd())
-    (array,) = sent.sweep.arrays()
-    record, listed = array.record(), array.points()
-    assert record is not None
-    index = next(i for i, point in enumerate(listed) if point.values == {"optim.lr": 0.125, "params.width": 3})
-    run = element.claim(array, index, record.token)
-    assert run is not None
+    wanted = {"optim.lr": 0.125, "params.width": 3}
+    run = next(sent.sweep.run_of(point) for point in sent.sweep.points() if point.values == wanted)
     assert configs.load_config(run.config, site=False) == asked
     place = run.point()
     assert place is not None
@@ -187,8 +219,8 @@ def test_references_follow_the_swept_key() -> None:
     asked = request.read(
         "mine.yaml", ["optim.lr=0.1,0.2", "optim.min_lr=${optim.lr}", "optim.schedule=cosine"], Options()
     )
-    found = list(points.checked(asked, Path.cwd(), "slurm"))
-    assert [point.settings["optim.min_lr"] for point in found] == [0.1, 0.2]
+    found = request.checked(asked, Path.cwd(), "slurm")
+    assert [point.config.optim.min_lr for point in found] == [0.1, 0.2]
 
 
 def test_every_combination_is_checked_before_anything_is_written(tmp_path: Path) -> None:
@@ -205,63 +237,28 @@ def test_every_combination_is_checked_before_anything_is_written(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_full_quota_loses_nothing() -> None:
+def test_points_that_slurm_refuses_are_sent_by_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm()
-    slurm.max_array_size = 2
-    slurm.refuses_submissions = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
-    with pytest.raises(RequestError, match=r"(?s)2 points are not submitted.*Nothing is lost") as caught:
-        submit(slurm, "train.seed=0..3")
+    slurm.max_array_size, sbatch = 2, slurm.sbatch
+
+    def refuse_the_second(arguments: Sequence[str]) -> str:
+        slurm.refuses_submissions = "AssocMaxSubmitJobLimit" if slurm.submitted else ""
+        return sbatch(arguments)
+
+    monkeypatch.setattr(slurm, "sbatch", refuse_the_second)
+    with pytest.raises(
+        RequestError, match=r"(?s)2 points are not submitted.*AssocMaxSubmitJobLimit.*Nothing is lost"
+    ) as caught:
+        submit(slurm, "train.seed=0..3", "cluster.partition=gpuu")
     assert caught.value.exit_code == 2
+    assert len(rundir.all_runs()) == 2
+    # They are made anew: the partition may have been wrong.
+    monkeypatch.setattr(slurm, "sbatch", sbatch)
     slurm.refuses_submissions = ""
-    sent = submit(slurm, "train.seed=0..3")
-    listed = [point.values["train.seed"] for array in sent.sweep.arrays() for point in array.points()]
-    assert (sorted(listed), len(slurm.submitted)) == ([0, 1, 2, 3], 2)
-
-
-class SlurmWithALimit(FakeSlurm):
-    """One whose users may have ``most`` jobs. It refuses as 22.05 and 24.11 do."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.most = most
-
-    def sbatch(self, arguments: Sequence[str]) -> str:
-        ranges = [each.removeprefix("--array=0-").partition("%")[0] for each in arguments if each.startswith("--array")]
-        wanted = 1 + int(ranges[0]) if ranges else 1
-        over = len([row for row in self._jobs.values() if not row.is_over]) + wanted > self.most
-        limit = "sbatch: error: AssocMaxSubmitJobLimit\n  sbatch: error: Batch job submission failed: Job violates ..."
-        self.refuses_submissions = limit if over else ""
-        return super().sbatch(arguments)
-
-
-def test_a_sweep_of_more_points_than_jobs_is_submitted_as_there_is_room() -> None:
-    slurm = SlurmWithALimit(5)
-    with pytest.raises(RequestError, match=r"(?s)6 points are not submitted: .*the same command submits what is"):
-        submit(slurm, "train.seed=0..10")
-    assert len(slurm._jobs) == 5
-    for job in list(slurm._jobs):
-        slurm.cancel(job)
-    with pytest.raises(RequestError, match=r"1 points are not submitted"):
-        submit(slurm, "train.seed=0..10")
-    slurm.most = 100
-    sent = submit(slurm, "train.seed=0..10")
-    records = [array.record() for array in sent.sweep.arrays()]
-    assert all(record is not None and record.job_id is not None for record in records)
-    listed = [point.values["train.seed"] for array in sent.sweep.arrays() for point in array.points()]
-    assert sorted(listed) == [*range(11)]
-
-
-def test_points_that_a_wrong_partition_kept_back_are_sent_with_the_next_one(tmp_path: Path) -> None:
-    slurm = FakeSlurm()
-    slurm.refuses_submissions = "invalid partition specified: gpuu"
-    with pytest.raises(RequestError, match=r"(?s)2 points are not submitted.*other cluster\.\* values"):
-        submit(slurm, "train.seed=0,1", "cluster.partition=gpuu")
-    slurm.refuses_submissions = ""
-    sent = submit(slurm, "train.seed=0,1,2", "cluster.partition=gpu", "cluster.time_min=7")
-    scripts = [array.script.read_text() for array in sent.sweep.arrays()]
-    assert len(scripts) == 2
-    assert all("--partition=gpu\n" in script and "--time=7\n" in script for script in scripts)
-    assert {point.changes["cluster.partition"] for array in sent.sweep.arrays() for point in array.points()} == {"gpu"}
+    sent = submit(slurm, "train.seed=0..3", "cluster.partition=gpu", "cluster.time_min=7")
+    assert (sent.new, sorted(point.values["train.seed"] for point in sent.sweep.points())) == (2, [0, 1, 2, 3])
+    scripts = [path.with_suffix(".sh").read_text() for path in sent.sweep.arrays()]
+    assert ["--partition=gpu\n" in script and "--time=7\n" in script for script in scripts] == [False, True]
 
 
 def test_arrays_wait_for_each_other_and_for_what_the_config_names() -> None:
@@ -280,76 +277,23 @@ def test_a_site_without_arrays_gets_single_jobs_and_no_storm() -> None:
     with pytest.raises(RequestError, match="this site has none"):
         submit(slurm, "train.seed=3..5", max_running=2)
     with pytest.raises(RequestError, match="no job arrays"):
-        submit(slurm, "train.seed=0..500")
+        submit(slurm, "train.seed=0..200")
 
 
 def test_points_of_different_sizes_go_into_arrays_of_their_own() -> None:
     slurm = FakeSlurm()
     sent = submit(slurm, "cluster.nodes=1,2", "train.seed=0..1")
-    sizes = [array.script.read_text().split("--nodes=")[1].split("\n")[0] for array in sent.sweep.arrays()]
+    scripts = [path.with_suffix(".sh").read_text() for path in sent.sweep.arrays()]
+    sizes = [script.split("--nodes=")[1].split("\n")[0] for script in scripts]
     assert (len(sent.jobs), sorted(sizes)) == (2, ["1", "2"])
 
 
-def test_a_start_that_was_cut_off_is_completed_by_the_next() -> None:
-    sent = submit(FakeSlurm(), "train.seed=0..1")
-    (array,) = sent.sweep.arrays()
-    record = array.record()
-    assert record is not None
-    for at in range(200):
-        child = os.fork()
-        if child == 0:
-            count = itertools.count()
-
-            def seen(operation: str, path: str) -> None:
-                if next(count) == at:  # noqa: B023  # called in this turn only
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            try:
-                with testing.watch(seen):
-                    element.claim(array, 0, record.token)
-            finally:
-                os._exit(0)
-        if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
-            break
-    run = element.claim(array, 0, record.token)
-    assert run is not None
-    assert at > 10
-    assert configs.load_config(run.config, site=False).train.seed == 0
-    assert run.point() is not None
-
-
-def test_an_element_of_a_retry_takes_a_failed_run_over_and_leaves_a_completed_one() -> None:
-    slurm = FakeSlurm()
-    sent = submit(slurm, "train.seed=0..1")
-    (array,) = sent.sweep.arrays()
-    record = array.record()
-    assert record is not None
-    for index, state in enumerate((RunState.FAILED, RunState.COMPLETED)):
-        run = element.claim(array, index, record.token)
-        assert run is not None
-        ownership.submit_as(run, "slurm", ownership.take(run, 0), record.token)
-        write_ended(run, state, "as the test wants")
-    sweep_record = sent.sweep.record()
-    assert sweep_record is not None
-    retry = submission.add_list(sent.sweep, sweep_record, array.points(), "slurm", is_array=True)
-    submission.submit_array(retry, sweep_record, slurm)
-    again = retry.record()
-    assert again is not None
-    failed = element.claim(retry, 0, again.token)
-    assert failed is not None
-    owner = failed.owner()
-    assert (failed.result(), owner and owner.token) == (None, again.token)
-    assert element.claim(retry, 0, again.token) == failed  # the same job, started again by Slurm
-    assert element.claim(retry, 1, again.token) is None
-
-
-def test_a_list_that_cannot_be_read_is_named_and_nothing_is_submitted_over_it() -> None:
+def test_a_damaged_record_is_named_and_nothing_is_submitted_over_it() -> None:
     slurm = FakeSlurm()
     sent = submit(slurm, "train.seed=0..2")
-    (array,) = sent.sweep.arrays()
-    lines = array.points_path.read_text().splitlines()
-    array.points_path.write_text("\n".join([lines[0], lines[1][:40], lines[2]]) + "\n")
-    with pytest.raises(RequestError, match=r"0001\.jsonl, line 2, cannot be read"):
+    (path,) = sent.sweep.arrays()
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(RequestError, match=r"0001\.json"):
         submit(slurm, "train.seed=0..5")
     assert len(slurm.submitted) == 1
 
@@ -357,7 +301,7 @@ def test_a_list_that_cannot_be_read_is_named_and_nothing_is_submitted_over_it() 
 def test_equal_points_of_two_sweeps_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
     first, second = (submit(FakeSlurm(), "train.seed=0..3", name=name) for name in ("first", "second"))
-    listed = [sent.sweep.arrays()[0].points() for sent in (first, second)]
+    listed = [sent.sweep.points() for sent in (first, second)]
     assert [point.id for point in listed[0]] == [point.id for point in listed[1]]
     assert len({point.run for points in listed for point in points}) == 8
 
@@ -377,9 +321,9 @@ def test_a_file_describes_a_sweep_and_arguments_win(tmp_path: Path) -> None:
     )
     asked = request.read(path, ["optim.lr=0.5"], Options(max_running=7))
     assert (asked.options.name, asked.options.max_running) == ("from-file", 7)
-    found = list(points.checked(asked, Path.cwd(), "slurm"))
+    found = request.checked(asked, Path.cwd(), "slurm")
     assert [point.values for point in found] == [{"train.seed": seed, "optim.name": "sgd"} for seed in range(4)]
-    assert all(point.settings["optim.lr"] == 0.5 and point.settings["train.epochs"] == 3 for point in found)
+    assert {(point.config.optim.lr, point.config.train.epochs) for point in found} == {(0.5, 3)}
     with pytest.raises(ConfigError, match="`toolkit sweep "):
         configs.load_config(path)
     path.write_text("sweep: {optim.lrr: [1], max_runing: 3}\njob: jobs.mine\n")
@@ -388,10 +332,3 @@ def test_a_file_describes_a_sweep_and_arguments_win(tmp_path: Path) -> None:
     path.write_text("sweep: {train.seed: []}\njob: jobs.mine\n")
     with pytest.raises(ConfigError, match=r"train\.seed: an empty list"):
         request.read(path, [], Options())
-
-
-def test_the_list_of_points_is_plain_json() -> None:
-    sent = submit(FakeSlurm(), "train.seed=5,6")
-    (array,) = sent.sweep.arrays()
-    lines = [json.loads(line) for line in array.points_path.read_text().splitlines()]
-    assert [line["values"] for line in lines] == [{"train.seed": 5}, {"train.seed": 6}]

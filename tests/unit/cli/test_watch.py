@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +18,13 @@ import pytest
 
 from tests.bench.listing import make_runs
 from tests.waiting import wait_for
+from toolkit.base import fsio
 from toolkit.cli import show
 from toolkit.cli import watch_view as watching
 from toolkit.cli.run_rows import read_rows
 from toolkit.cli.watch_view import Watch
 from toolkit.files import rundir
-from toolkit.files.run_files import RunResult, RunState, RunStatus
+from toolkit.files.run_files import RunResult, RunState, RunStatus, SweepPoint
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm.shared_queue import SharedQueue
@@ -138,17 +139,23 @@ def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: 
 
 def test_a_sweep_is_one_row_until_an_hour_after_its_end(hour: Hour) -> None:
     sweep = SweepDir(rundir.runs_root() / rundir.SWEEPS / "seeds")
-    (sweep.path / "arrays").mkdir(parents=True)
-    sweep.write_record(SweepRecord("seeds", "mine.yaml", created=hour.slurm.now, stamp="20260131-120000"))
-    array = sweep.next_array()
-    job = hour.slurm.sbatch(["--array=0-1", "job.sh"])
-    array.write_record(ArrayRecord("token", "slurm", job_id=job))
-    points = [Point(str(index), f"digits/20260131-120000-0000000{index}", index=index) for index in range(2)]
-    array.points_path.write_text("".join(f"{json.dumps(point.to_json())}\n" for point in points))
+    job = hour.slurm.sbatch(["--array=0-1", str(sweep.path / "arrays/0001.sh")])
+    first = hour.run("queued", f"{job}_0")
+    stamp, points = first.id.rpartition("-")[0], []
+    for index in range(2):
+        points.append(Point(str(index), f"digits/{stamp}-0000000{index}"))
+        run = sweep.run_of(points[-1])
+        shutil.copytree(first.path, run.path)
+        run.write_status(run.status().replace(job_id=f"{job}_{index}", updated=hour.slurm.now))
+        fsio.write_json(run.path / "point.json", SweepPoint("seeds", str(index)).to_json())
+    shutil.rmtree(first.path)
+    array = ArrayRecord(tuple(points), "token", "slurm", is_array=True, job_id=job)
+    fsio.write_json(sweep.next_array(), array.to_json())
+    sweep.write_record(SweepRecord("mine.yaml", hour.slurm.now, stamp))
     single, watcher = hour.run("running", "9"), hour.watcher()
-    first = watcher.rows()
-    assert [row.run for row in first] == ["seeds", single.id]
-    assert first[0].points == {"queued": 2}
+    rows = watcher.rows()
+    assert [row.run for row in rows] == ["seeds", single.id]
+    assert rows[0].points == {"queued": 2}
     assert len(hour.slurm.asked_for_jobs) == 1
     hour.slurm.cancel(job)
     hour.slurm.advance(watching.ENDED_S + 60)

@@ -1,8 +1,8 @@
 """remove runs that are over, with their checkpoints
 
 A run that lives, or of which Slurm does not say that its job is over, is
-refused, and then nothing is removed. So is one that its sweep has submitted
-again, and one whose weights a run that has not ended begins with.
+refused, and then nothing is removed. So is one whose weights a run that has
+not ended begins with.
 """
 
 from argparse import ArgumentParser, Namespace

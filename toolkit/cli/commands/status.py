@@ -40,15 +40,11 @@ def run(args: Namespace) -> None:
 
     gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
     is_short = not (args.run or args.all or selection.is_asked(args))
-    runs, sweeps = selection.named(args.run) if args.run else (rundir.all_runs(), rundir.sweep_paths())
-    # The rows of sweeps read configs, which takes longer to import than a listing without sweeps.
-    if sweeps:
+    runs = selection.named(args.run)[0] if args.run else rundir.all_runs()
+    if is_short and (sweeps := rundir.sweep_paths()):
         from toolkit.plugins.sweep import rows as sweep_rows
 
-        if is_short:
-            rows = sweep_rows.newest(runs, sweeps, show.status_rows)
-        else:
-            rows = sweep_rows.unfolded(runs, sweeps, args, show.status_rows)
+        rows = sweep_rows.newest(runs, sweeps, show.status_rows)
     else:
         rows = show.status_rows(selection.by_place(runs, args)[-10 if is_short else 0 :])
     rows = selection.by_state(rows, args.state)

@@ -26,13 +26,12 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     from toolkit.files import rundir
     from toolkit.run.attempt import advice
     from toolkit.run.records import stop_request
-    from toolkit.run.submission.handle import attach, withdraw_retry
+    from toolkit.run.submission.handle import attach
 
     run = rundir.find(name)
     result = run.result()
     if result is not None:
-        again = "was to be run again by its sweep, and is not any more; it stays"
-        say(f"run {run.id} {again if withdraw_retry(run) else 'has already ended:'} {result.state}")
+        say(f"run {run.id} has already ended: {result.state}")
         return
     # Asking again is harmless, but the answer should say so.
     before = stop_request.asked(run)

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.base import trust
-from toolkit.base.errors import RequestError, RunNotFoundError
+from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.records import ownership, submitted_run
 from toolkit.run.records.submitted_run import RunJobs, ShowJobs, SubmittedRun, submitter_of
 from toolkit.slurm import cluster_name
+from toolkit.slurm.jobs import base_id
 
 #: Begins the cause of a run that has failed because it waited in vain.
 NEVER_STARTED = "never started"
@@ -33,8 +35,7 @@ class UnfinishedRun:
     run: RunDir
     result: RunResult | None
     jobs: tuple[RunJobs, ...] = ()  #: its Slurm jobs
-    is_again: bool = False  #: whether its sweep has submitted it again: then its result is not final
-    works_here: bool = False  #: whether it has a process on a machine without Slurm, or its sweep will start one
+    works_here: bool = False  #: whether it has a process on a machine without Slurm
     is_starting: bool = False  #: whether it is being submitted at this moment
     cluster: str = ""  #: the other cluster that has its job
 
@@ -60,7 +61,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     Raises SlurmError, and DamagedFileError where a sweep cannot be read.
     """
     awaited = list(_unfinished(record))
-    jobs = [job for each in awaited if each.result is None or each.is_again for job in each.jobs]
+    jobs = [job for each in awaited for job in each.jobs]
     here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
     jobs = [job for job in jobs if not job.is_elsewhere(here)]
     asked = sorted({id_ for job in jobs for id_ in job.ids})
@@ -83,34 +84,36 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
         elif each.run.path.is_dir():
             lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
         else:
-            lost.append(f"{name} has no folder, and no job that would make it")
+            lost.append(f"{name} has no folder")
     return Outlook(ended, lost, sorted(going), working)
 
 
 def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
     for path in record.runs:
         run = RunDir(Path(path))
-        result = run.result()
-        if result is not None and result.state is not RunState.COMPLETED:
-            yield UnfinishedRun(run, result)
-        elif result is None:
-            yield _at_work(run, [submitted_run.of(run)])
-    for sweep in map(Path, record.sweeps):
-        from toolkit.plugins.sweep.states import unfinished_points
+        if (found := _how_it_may_end(run, submitted_run.of(run))) is not None:
+            yield found
+    for sweep in map(SweepDir, map(Path, record.sweeps)):
+        points = sweep.points()
+        if not points:
+            raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {sweep.path}")
+        for run in map(sweep.run_of, points):
+            # Ids of whole arrays: there may be thousands of points. One whose run was removed is over.
+            jobs = submitted_run.of(run)
+            jobs = replace(jobs, ids=tuple(dict.fromkeys(map(base_id, jobs.ids))))
+            if run.path.is_dir() and (found := _how_it_may_end(run, jobs)) is not None:
+                yield found
 
-        for run, result, jobs, is_again, works_here in unfinished_points(sweep):
-            if result is None and not works_here:
-                yield _at_work(run, jobs)
-            else:
-                yield UnfinishedRun(run, result, tuple(jobs), is_again, works_here)
 
-
-def _at_work(run: RunDir, jobs: Sequence[RunJobs]) -> UnfinishedRun:
-    """Return how a run without a result may still end."""
+def _how_it_may_end(run: RunDir, jobs: RunJobs) -> UnfinishedRun | None:
+    """Return what may bring a run to its end; None if it has completed."""
+    result = run.result()
+    if result is not None:
+        return None if result.state is RunState.COMPLETED else UnfinishedRun(run, result)
     owner = run.owner()
     is_starting = ownership.is_being_submitted(run, owner)
     if owner is None or owner.executor == "slurm":
-        return UnfinishedRun(run, None, tuple(jobs), is_starting=is_starting)
+        return UnfinishedRun(run, None, (jobs,), is_starting=is_starting)
     return UnfinishedRun(run, None, works_here=is_starting or not SubmittedRun(run, *submitter_of(run)).is_over())
 
 

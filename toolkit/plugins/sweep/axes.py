@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from toolkit.base.errors import RequestError
 
-#: A sweep with more points is a mistake, and would need more files than a disk should hold.
-MOST_POINTS = 100_000
+#: Each point is a run folder with a dozen files, made at submission. More points are mostly a mistake.
+MOST_POINTS = 2_000
 #: One point: the value of each swept key, as text.
 Values: TypeAlias = Mapping[str, str]
 

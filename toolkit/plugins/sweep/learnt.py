@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunState
-from toolkit.plugins.sweep import sweep_folder
 from toolkit.plugins.sweep.axes import Axis, Discrete, Values, refuse_many
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 
@@ -27,7 +26,7 @@ class Tried(NamedTuple):
 def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     """Return all points of the sweep."""
     found = []
-    for point, _, _ in sweep_folder.newest(sweep.arrays()).values():
+    for point in sweep.points():
         result = sweep.run_of(point).result()
         # The last figure of a run that failed, or that a user has stopped, is not that of a whole run.
         is_tried = result is not None and result.state is RunState.COMPLETED

@@ -1,11 +1,11 @@
-"""Runs the points of a sweep on this machine, some at a time. A process of its own, which outlives the terminal.
+"""Runs points of a sweep on this machine, some at a time. A process of its own, which outlives the terminal.
 
-It keeps nothing in memory that the files do not say: killed, and started again, it goes on.
+Its points are those of an array's record (`toolkit.plugins.sweep.sweep_folder`). It counts as their process until they
+have one of their own: if it is killed, they are lost, and `toolkit sweep retry` starts another.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -14,119 +14,105 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
-from toolkit.base.errors import TakenError, ToolkitError
+from toolkit.base.errors import ToolkitError
 from toolkit.files.run_files import RunState
-from toolkit.plugins.sweep import sweep_folder
-from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
+from toolkit.files.rundir import RunDir
+from toolkit.plugins.sweep.sweep_folder import ArrayRecord, SweepDir
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.prepare import snapshot
-from toolkit.run.records import ownership
+from toolkit.run.records import stop_request
 from toolkit.run.submission import executors
-from toolkit.run.submission.handle import Run, attach
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.handle import Run
 
 LOOK_EVERY_S = 0.5
-#: Errors of a full disk, and of a file server that is away for a moment: they pass.
-PASSING = (*outages.FULL, errno.EIO, errno.ESTALE)
+#: Runs that wait for their turn are looked at this often, and their status is written: after 30 s they would be silent.
+NOTE_EVERY_S = 5.0
+#: The submitter records this process within this time, or has been killed.
+RECORDED_WITHIN_S = 60.0
 
 log = logs.get(__name__)
 
 
-def start(sweep: SweepDir) -> None:
-    """Start the process that runs the sweep's points here. A second one ends at once."""
-    path = sweep.path / "logs" / "local.log"
-    with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
-        subprocess.Popen(
-            [sys.executable, "-m", "toolkit.plugins.sweep.local", str(sweep.path)],
+def start(array: Path) -> str:
+    """Start the process that runs the points of an array; return its id."""
+    sweep = array.parent.parent
+    log_path = sweep / "logs" / "local.log"
+    with os.fdopen(fsio.open_private(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "toolkit.plugins.sweep.local", str(array)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            cwd=snapshot.home_of(sweep.path),
+            cwd=snapshot.home_of(sweep),
         )
+    return str(process.pid)
 
 
-def work(sweep: SweepDir) -> None:
-    """Run all points of the sweep that are for this machine, until all have ended."""
-    while True:
-        try:
-            if not _waiting(sweep) or (fd := sweep.local_lock()) is None:
-                return
-            try:
-                _run_all(sweep)
-            finally:
-                os.close(fd)
-            # Look again: a submitter that has added points found the lock taken, and some could not be started.
-            time.sleep(LOOK_EVERY_S)
-        except OSError as error:
-            if error.errno not in PASSING:
-                raise
-            log.error("%s: tried again: %s", sweep.path, error)
-            time.sleep(outages.RETRY_EVERY_S)
-
-
-def _run_all(sweep: SweepDir) -> None:
-    active: list[Run] = []
-    while True:
-        active = [run for run in active if run.dir.result() is None and not run.is_over()]
-        for point in _waiting(sweep):
-            run = sweep.run_of(point)
-            if any(each.dir == run for each in active):
-                continue
-            # At most as many at a time as were asked for, or else as this machine has CPUs for.
-            record = sweep.record()
-            if record is not None and record.max_running is not None:
-                limit = record.max_running
-            else:
-                cluster = configs.load_config(sweep.base, site=False).cluster
-                limit = max(1, len(os.sched_getaffinity(0)) // (cluster.tasks_per_node * cluster.cpus_per_task))
-            if len(active) >= limit:
-                break
-            if (started := _start(sweep, point)) is not None:
-                active.append(started)
-        if not active:
-            return
+def work(path: Path) -> None:
+    """Run all points of the array of this record, after those of earlier arrays."""
+    deadline = time.monotonic() + RECORDED_WITHIN_S
+    while (array := ArrayRecord.read(path)) is not None and array.job_id is None:
+        if time.monotonic() > deadline:
+            break
         time.sleep(LOOK_EVERY_S)
+    if array is None or array.job_id is None:
+        log.error("%s: its submission was interrupted; `toolkit sweep retry` starts its points", path)
+        return
+    sweep = SweepDir(path.parent.parent)
+    waiting, active = [sweep.run_of(point) for point in array.points], list[Run]()
+    lock: int | None = None
+    noted = time.monotonic()
+    while waiting or active:
+        # The process of an earlier array has the lock until its points have ended.
+        if lock is None:
+            lock = fsio.try_lock(sweep.path / "local.lock")
+        active = [run for run in active if run.dir.result() is None and not run.is_over()]
+        while lock is not None and waiting and len(active) < _most_at_a_time(sweep, waiting[0]):
+            run = waiting.pop(0)
+            if not _has_ended(run, array.token) and (started := _start(run)) is not None:
+                active.append(started)
+        if time.monotonic() - noted > NOTE_EVERY_S:
+            noted = time.monotonic()
+            waiting = [run for run in waiting if not _has_ended(run, array.token)]
+            for run in waiting:
+                run.write_status(run.status().replace(updated=time.time()))
+        time.sleep(LOOK_EVERY_S)
+    if lock is not None:
+        os.close(lock)
 
 
-def _waiting(sweep: SweepDir) -> list[Point]:
-    """Return the points that have not ended since they were submitted last."""
-    points = []
-    for point, array, _ in sweep_folder.newest(sweep.arrays()).values():
-        record = array.record()
-        if record is None or record.executor != "local":
-            continue
-        if sweep.was_removed(point):
-            continue
-        run = sweep.run_of(point)
-        if not (run.path / "result.json").exists() or sweep_folder.is_again(run, array, record):
-            points.append(point)
-    return points
+def _has_ended(run: RunDir, token: str) -> bool:
+    """True for a run that waits here no more: it was removed, or resumed by its user. End one that is to stop."""
+    owner = run.owner()
+    if owner is None or owner.token != token or run.result() is not None:
+        return True
+    asked = stop_request.asked(run)
+    if asked is not None:
+        write_ended(run, stop_request.end_state(asked), "stopped while it waited for its turn")
+    return asked is not None
 
 
-def _start(sweep: SweepDir, point: Point) -> Run | None:
-    """Start a point's run, or return it if it is at work. None if it cannot be started: its result then says why.
+def _most_at_a_time(sweep: SweepDir, run: RunDir) -> int:
+    """Return as many as were asked for, or else as this machine has CPUs for."""
+    record = sweep.record()
+    if record is not None and record.max_running is not None:
+        return record.max_running
+    cluster = configs.load_config(run.config, site=False).cluster
+    return max(1, len(os.sched_getaffinity(0)) // (cluster.tasks_per_node * cluster.cpus_per_task))
 
-    None without a result means that it cannot be started at this moment. Raises OSError for a full disk, and for other
-    errors that pass.
-    """
-    run = sweep.make_run(point, time.time())
-    try:
+
+def _start(run: RunDir) -> Run | None:
+    """Start a point's run. None if it cannot be started: its result then says why."""
+
+    def send() -> Run:
         owner = run.owner()
-        is_begun = ownership.is_being_submitted(run, owner)
-        if is_begun and owner is not None and owner.pid != os.getpid():  # its user resumes it
-            return None
-        if owner is None or is_begun:  # by this process, before the disk was full
-            config = configs.load_config(run.config, site=False)
-            number = ownership.take(run, ownership.number_of(run))
-            return executors.send(run, config, "local", ownership.submit_as(run, "local", number))
-        handle = attach(run)
-        return handle if run.result() is None and not handle.is_over() else resume(run, executor="local")
-    except TakenError:  # by its user at this moment
-        return None
+        assert owner is not None
+        return executors.send(run, configs.load_config(run.config, site=False), "local", owner)
+
+    try:
+        return outages.persist(send, run.path, "started")  # a full disk passes
     except (ToolkitError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in PASSING:
-            raise
         log.error("run %s cannot be started: %s", run.id, error)
         write_ended(run, RunState.FAILED, f"it could not be started: {error}")
         return None
@@ -135,4 +121,4 @@ def _start(sweep: SweepDir, point: Point) -> Run | None:
 if __name__ == "__main__":
     fsio.keep_private()
     logs.setup("sweep")
-    work(SweepDir(Path(sys.argv[1])))
+    work(Path(sys.argv[1]))

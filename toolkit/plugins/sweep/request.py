@@ -1,21 +1,45 @@
-"""What a user asks for: a config, the keys to sweep, and how. From arguments, and from a file's section ``sweep``."""
+"""What a user asks for: a config, the keys to sweep, and how. From arguments, and from a file's section ``sweep``.
+
+Each point is a whole config, checked like that of a run. A point is known by the keys that decide its result.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
-from toolkit.base.errors import RequestError, nearest
-from toolkit.config.layers import sweep_of
+from toolkit.base.errors import ConfigError, RequestError, nearest
+from toolkit.config import JobConfig
+from toolkit.config.layers import parts_of, sweep_of
+from toolkit.files.run_files import AfterRecord
 from toolkit.plugins.sweep import axes, learnt
 from toolkit.plugins.sweep.axes import Axis, Values
 from toolkit.plugins.sweep.learnt import Tried
+from toolkit.run.prepare import new_run as prepare
+from toolkit.run.submission.submit import begins_with
+
+#: Keys, and sections with a dot, that do not decide what a run computes: where it runs, and how it is looked after.
+#: The same point with more time or memory is the same point.
+_BESIDE_THE_RESULT = (
+    *("name", "notify", "retry.", "checkpoint.copy_to", "cluster.time_min", "cluster.mem_gb", "cluster.partition"),
+    *("cluster.account", "cluster.qos", "cluster.constraint", "cluster.exclude", "cluster.exclusive"),
+    *("cluster.setup", "cluster.extra", "cluster.signal_delay_s", "cluster.preflight", "cluster.spare_nodes"),
+)
+#: Processes are started to check this many points: each takes some 10 ms.
+_MANY = 200
 
 
 @dataclass(frozen=True)
@@ -126,3 +150,90 @@ def _text(layer: Any, node: Node, key: str) -> str:
         raise layer.error(node, f"sweep: {key}: takes single values; put a list as a value in quotes: '[1, 2]'")
     is_plain = node.style is None or (node.style in "'\"" and str(node.value)[:1] in "[{")
     return str(node.value) if is_plain else "'" + str(node.value).replace("'", "''") + "'"
+
+
+# ------------------------------------------------------------------------------------------------------------- points
+
+
+@dataclass(frozen=True)
+class CheckedPoint:
+    """A point whose config has been checked. ``values`` are those of the swept keys, as the config has read them."""
+
+    id: str
+    values: Mapping[str, Any]
+    config: JobConfig
+
+
+def checked(
+    request: SweepRequest,
+    project: Path,
+    executor: str,
+    waits_for: AfterRecord | None = None,
+    before: Sequence[Tried] = (),
+    metric: str = "",
+) -> list[CheckedPoint]:
+    """Return every point of the request, each once. Raises ConfigError or RequestError for the first refused one."""
+    for key in request.axes:
+        if _is_beside(key):
+            raise RequestError(
+                f"{key}: runs that differ in it alone compute the same, so it cannot be swept; give it one value"
+            )
+    check = partial(_checked, request, project, executor, waits_for)
+    # What the first one warns of the others do not say again.
+    points = request.points(before, metric)
+    found = [check(texts) for texts in islice(points, 1)]
+    left = list(points)
+    if len(left) < _MANY:
+        found += map(check, left)
+    else:
+        with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), get_context("fork")) as pool:
+            found += pool.map(check, left, chunksize=20)
+    unique: dict[str, CheckedPoint] = {}
+    for point in found:
+        unique.setdefault(point.id, point)
+    return list(unique.values())
+
+
+def _checked(
+    request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None, texts: Values
+) -> CheckedPoint:
+    """Return the point with these values. Raises ConfigError or RequestError if it is refused."""
+    overrides = [f"{key}={text}" for key, text in texts.items()]
+    try:
+        config = prepare.load(request.config, [*request.fixed, *overrides], project, sweep=True)
+        goes_on = begins_with(config, waits_for)
+        prepare.check_submittable(config, executor, project, goes_on=goes_on)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (at the point {', '.join(overrides)})") from None
+    if config.cluster.components:
+        raise ConfigError("cluster.components: Slurm has no arrays of heterogeneous jobs; submit each point by itself")
+    values = {key: _value_at(config, parts_of(key)) for key in texts}
+    prepare.fix_paths(config, project)
+    return CheckedPoint(_identity(config), values, config)
+
+
+def _identity(config: JobConfig) -> str:
+    """Return the id of a point. Defaults are no part of it: a newer version may have more keys."""
+    defaults = _defaults()
+    deciding = {
+        key: value
+        for key in defaults
+        if (value := configs.value_of(config, key)) != defaults[key] and not _is_beside(key)
+    }
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {key: configs.value_of(JobConfig(), key) for key in configs.all_keys()}
+
+
+def _is_beside(key: str) -> bool:
+    """True if the key does not decide what a run computes."""
+    return any(key == each or (each.endswith(".") and key.startswith(each)) for each in _BESIDE_THE_RESULT)
+
+
+def _value_at(config: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config

@@ -1,108 +1,56 @@
-"""The folder of a sweep, ``runs/.sweeps/NAME/``: its request, its points and their job arrays.
+"""The folder of a sweep, ``runs/.sweeps/NAME/``: what was asked for, and which runs were submitted.
 
-Each submission adds a list of points (``arrays/0001.jsonl``), the batch script, and a record with the job's id. These
-files are all that is known of a sweep: they are only ever added to, and each is written in one step.
+Each job array has a record (``arrays/0001.json``) with its points in the order of its elements, and its batch script
+beside it. A point is a run like any other. Its folder is made before the array is submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import DamagedFileError, RequestError, nearest
+from toolkit.base.errors import RequestError, RunNotFoundError, nearest
 from toolkit.files import rundir
-from toolkit.files.records import FileRecord
-from toolkit.files.run_files import (
-    AfterRecord,
-    Executor,
-    Moment,
-    RunState,
-    RunStatus,
-    SweepPoint,
-    Word,
-)
-from toolkit.files.rundir import RunDir
-from toolkit.run.records.submitted_run import RunJobs
+from toolkit.files.records import FileRecord, JsonRecord
+from toolkit.files.run_files import Executor, Moment, Word
+from toolkit.files.rundir import SWEEPS, RunDir
 
 
 @dataclass(frozen=True)
 class SweepRecord(FileRecord):
     """``sweep.json``: what was asked for last."""
 
-    name: str
     config: str
     created: Moment
-    stamp: Word  #: begins the id of each of its runs, so that a point has the same run folder for ever
+    stamp: Word  #: begins the id of each of its runs
     metric: str | None = None
     max_running: int | None = None
 
 
 @dataclass(frozen=True)
-class Point(FileRecord):
-    """A line of ``arrays/NNNN.jsonl``: a point, and how its config differs from ``base.yaml``."""
+class Point(JsonRecord):
+    """A point of a sweep. ``id`` follows from the keys that decide its result."""
 
     id: Word
     run: str  #: name and id of its run
     values: Mapping[str, Any] = field(default_factory=dict)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    after: AfterRecord | None = None  #: what must have completed before it starts
-    index: int | None = None  #: its element of the array; None until the list is written
 
 
 @dataclass(frozen=True)
 class ArrayRecord(FileRecord):
-    """``arrays/NNNN.json``: how a list of points was submitted. Only jobs with this token may run them."""
+    """``arrays/NNNN.json``: points that were submitted together. Only jobs with this token may run them."""
 
+    points: tuple[Point, ...]
     token: Word
     executor: Executor
-    is_array: bool = True  #: False where a site has no job arrays: then it is a job for one point
-    job_id: Word | None = None  #: None until sbatch has answered
+    is_array: bool  #: False without Slurm, and where a site has no job arrays: then it has one point
+    job_id: Word | None = None  #: a process without Slurm; None while it is being submitted
     cluster: str = ""  #: whose number that is
-    submitted: Moment | None = None  #: just before sbatch was asked
-
-
-@dataclass(frozen=True)
-class Array:
-    """A list of points that was submitted together, or is to be."""
-
-    sweep: SweepDir
-    number: int
-
-    @property
-    def points_path(self) -> Path:
-        return self.sweep.path / "arrays" / f"{self.number:04d}.jsonl"
-
-    @property
-    def script(self) -> Path:
-        return self.points_path.with_suffix(".sh")
-
-    def record(self) -> ArrayRecord | None:
-        return ArrayRecord.read(self.points_path.with_suffix(".json"))
-
-    def write_record(self, record: ArrayRecord) -> None:
-        fsio.write_json(self.points_path.with_suffix(".json"), record.to_json())
-
-    def points(self) -> list[Point]:
-        return list(self.by_index().values())
-
-    def by_index(self) -> dict[int, Point]:
-        """Return the points by their index in the array."""
-        points = Point.read_lines(self.points_path)
-        return {point.index: point for point in points if point.index is not None}
-
-    def job_of(self, point: Point, index: int, record: ArrayRecord | None) -> RunJobs | None:
-        """Return the job for the point at ``index``."""
-        if record is None or record.job_id is None:
-            return None
-        job = f"{record.job_id}_{index}" if record.is_array else record.job_id
-        return RunJobs(self.sweep.run_of(point), (job,), record.cluster, self.sweep.name)
 
 
 @dataclass(frozen=True)
@@ -116,35 +64,35 @@ class SweepDir:
         return self.path.name
 
     @property
-    def runs(self) -> Path:
-        """Return the folder for runs."""
-        return self.path.parent.parent
-
-    @property
-    def base(self) -> Path:
-        """Return the config of the first point, from which those of the others differ."""
-        return self.path / "base.yaml"
-
-    @property
     def as_run(self) -> RunDir:
         """Return the folder as a run's, for the batch script. Its sources are at the same place."""
         return RunDir(self.path)
 
+    def run_of(self, point: Point) -> RunDir:
+        return RunDir(self.path.parent.parent / point.run)
+
     def record(self) -> SweepRecord | None:
-        """Return ``sweep.json``; None if there is none. Raises DamagedFileError."""
+        """Return ``sweep.json``; None if there is none. Raises DamagedFileError, here and below, or OSError."""
         return SweepRecord.read(self.path / "sweep.json")
 
     def write_record(self, record: SweepRecord) -> None:
         fsio.write_json(self.path / "sweep.json", record.to_json())
 
-    def arrays(self) -> list[Array]:
-        """Return the lists of points, oldest first."""
-        names = (path.stem for path in (self.path / "arrays").glob("*.jsonl"))
-        return [Array(self, number) for number in sorted(int(name) for name in names if re.fullmatch(r"\d{4,9}", name))]
+    def arrays(self) -> dict[Path, ArrayRecord]:
+        """Return the records of the arrays by their paths, oldest first."""
+        paths = sorted((self.path / "arrays").glob("[0-9]*.json"))
+        return {path: record for path in paths if (record := ArrayRecord.read(path)) is not None}
 
-    def next_array(self) -> Array:
-        arrays = self.arrays()
-        return Array(self, arrays[-1].number + 1 if arrays else 1)
+    def next_array(self) -> Path:
+        """Return the path of the next array's record."""
+        folder = fsio.make_dir(self.path / "arrays")
+        last = max((path.stem for path in folder.glob("[0-9]*.json")), default="0")
+        return folder / f"{int(last) + 1:04d}.json"
+
+    def points(self) -> list[Point]:
+        """Return every point that was submitted, each once."""
+        arrays = self.arrays().values()
+        return list({point.id: point for array in arrays for point in array.points}.values())
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -153,7 +101,7 @@ class SweepDir:
         Where the file system has no locks, two submitters may list the same points. No point runs twice all the same:
         its run has one folder and one owner.
         """
-        rundir.make_root(self.path.parents[1])
+        rundir.make_root(self.path.parent.parent)
         fd = fsio.try_lock(fsio.make_dir(self.path) / "lock")
         if fd is None:
             raise RequestError(f"sweep {self.name}: another `toolkit sweep` submits its points at this moment")
@@ -161,67 +109,6 @@ class SweepDir:
             yield
         finally:
             os.close(fd)
-
-    def run_of(self, point: Point) -> RunDir:
-        return RunDir(self.runs / point.run)
-
-    def was_removed(self, point: Point) -> bool:
-        """True if the point has had a run folder, and somebody has removed it. It is not run again by itself."""
-        return (self.path / "begun" / point.id).exists() and not self.run_of(point).path.exists()
-
-    def begun(self) -> set[str]:
-        """Return the ids of the points that have, or have had, a run folder."""
-        folder = self.path / "begun"
-        return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-    def make_run(self, point: Point, submitted: float) -> RunDir:
-        """Return the run of a point; make its folder unless it is there. What an interrupted start left is completed.
-
-        Raises DamagedFileError where the sweep's own files cannot be read.
-        """
-        run, sweep = self.run_of(point), self.record()
-        if run.config.exists():
-            self._mark_begun(point)
-            return run
-        if sweep is None:
-            raise DamagedFileError(f"{self.path / 'sweep.json'} is missing: how its points are to be run is not known")
-        for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
-            fsio.make_dir(folder)
-        code = rundir.code_in(self.path)
-        if code.is_dir():
-            rundir.link_code(run.path, os.path.relpath(code, run.path / rundir.COPIES))
-        config = configs.load_config(self.base, site=False)
-        for key, value in point.changes.items():
-            configs.put(config, key.split("."), value)
-        place = SweepPoint(self.name, point.id, point.values, metric=sweep.metric)
-        fsio.write_json(run.path / "point.json", place.to_json())
-        run.write_status(RunStatus(state=RunState.QUEUED, run=point.run, updated=submitted))
-        if point.after is not None:
-            fsio.write_json(run.after_path, point.after.to_json())
-        # The config comes last: a folder that has one is a whole run.
-        fsio.write_atomic(run.config, configs.dump_config(config))
-        self._mark_begun(point)
-        return run
-
-    def _mark_begun(self, point: Point) -> None:
-        mark = self.path / "begun" / point.id
-        if not mark.exists():
-            fsio.make_dir(mark.parent, parents=0)
-            fsio.write_atomic(mark, b"", durable=False)
-
-    def local_lock(self) -> int | None:
-        """Take the lock of the process that runs the sweep's points on this machine.
-
-        Return its descriptor; None if another process holds it.
-        """
-        return fsio.try_lock(self.path / "local.lock")
-
-    def works_here(self) -> bool:
-        """True if a process runs the sweep's points on this machine."""
-        fd = self.local_lock()
-        if fd is not None:
-            os.close(fd)
-        return fd is None
 
 
 def find(name: str) -> SweepDir:
@@ -236,51 +123,27 @@ def find(name: str) -> SweepDir:
 
 def of_name(name: str) -> SweepDir:
     """Return the folder of a sweep that need not exist."""
-    return SweepDir(rundir.runs_root() / rundir.SWEEPS / name)
+    return SweepDir(rundir.runs_root() / SWEEPS / name)
 
 
-def is_again(run: RunDir, array: Array, record: ArrayRecord | None) -> bool:
-    """True if ``array`` submits a run again, and neither a job nor this machine's process has taken it yet.
+def single_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[RunDir]:
+    """Return those of ``by_name``, the runs of the name ``text``, that it means.
 
-    The run has a folder already. A run that was lost has no result.
+    A sweep with a name of its own leaves the config's name to the newest run that is no point. Raises RunNotFoundError
+    if ``text`` means all points of a sweep.
     """
-    result = run.result()
-    if record is None or (result is not None and result.state is RunState.COMPLETED):
-        return False
-    owner = run.owner()
-    if owner is not None and record.executor == "slurm":
-        return owner.token != record.token
-    # It was stopped before a job had it, or needs none. The list is newer than its result if it submits the run again.
-    try:
-        return (run.path / "result.json").stat().st_mtime_ns < array.points_path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return False
-
-
-def retry_of(run: RunDir) -> tuple[Array, RunJobs | None] | None:
-    """Return the list by which its sweep has submitted an ended run again, and the list's job for it.
-
-    None if there is no such list, or if the run has started by it.
-    """
-    place, owner, result = run.point(), run.owner(), run.result()
-    if place is None or (result is not None and result.state is RunState.COMPLETED):
-        return None
-    for array in reversed(SweepDir(run.path.parent.parent / rundir.SWEEPS / place.sweep).arrays()):
-        record = array.record()
-        if record is None:
-            continue
-        if owner is not None and owner.token == record.token:  # the last list that has started the run
-            return None
-        for index, point in array.by_index().items():
-            if point.id == place.id:
-                return array, array.job_of(point, index, record)
-    return None
-
-
-def newest(arrays: Sequence[Array]) -> dict[str, tuple[Point, Array, int]]:
-    """Return each point by its id, with its last array and its index there."""
-    found: dict[str, tuple[Point, Array, int]] = {}
-    for array in arrays:
-        for index, point in array.by_index().items():
-            found[point.id] = (point, array, index)
-    return found
+    newest = by_name[-1].point() if by_name else None
+    sweep = None if newest is None else newest.sweep
+    if newest is not None and sweep != text:
+        alone = next((run for run in reversed(by_name) if run.point() is None), None)
+        if alone is not None:
+            return [alone]
+    if not by_name and (root / SWEEPS / text / "sweep.json").exists():
+        sweep = text
+    if sweep is None:
+        return by_name
+    raise RunNotFoundError(
+        f"{text!r} names the points of sweep {sweep}: `toolkit sweep status {sweep}` lists their runs, and "
+        f"`toolkit sweep stop {sweep}` ends them; one of them is named by its last eight digits",
+        sweep,
+    )

@@ -13,17 +13,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from toolkit import config as configs
 from toolkit.base.errors import EXIT_FAILED, RequestError, listing
 from toolkit.base.terminal import say
 from toolkit.cli import show, tables
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
-from toolkit.plugins.sweep import again, request, submission, sweep_folder
-from toolkit.plugins.sweep.points import CheckedPoint
-from toolkit.plugins.sweep.request import Options
-from toolkit.plugins.sweep.rows import count_states
-from toolkit.plugins.sweep.states import REMOVED, PointStanding, standings
+from toolkit.plugins.sweep import request, rows, submission, sweep_folder
+from toolkit.plugins.sweep.request import CheckedPoint, Options
+from toolkit.plugins.sweep.rows import REMOVED, PointRow
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.submit import awaited
@@ -47,8 +44,8 @@ def submit(args: Namespace) -> None:
         executor = choose_executor(args.executor)
         waits_for = awaited(args.after, executor, shared_queue.of_user().show_jobs)
         points = submission.check(asked, Path.cwd(), executor, waits_for)
-        rows = [{"point": point.id, **point.values} for point in points]
-        print(show.as_json(rows)) if args.json else _print_plan(points, tables.width(args))
+        plan = [{"point": point.id, **point.values} for point in points]
+        print(show.as_json(plan)) if args.json else _print_plan(points, tables.width(args))
         return
     sent = submission.submit(asked, Path.cwd(), args.executor, after=args.after)
     if args.json:
@@ -65,8 +62,8 @@ def _print_plan(points: Sequence[CheckedPoint], width: int | None) -> None:
         print("nothing to do: the sweep has all of these points")
         return
     shown = points[:MOST_ROWS]
-    rows = [[_shown(value) for value in point.values.values()] for point in shown]
-    tables.Table([list(points[0].values), *rows], width).print()
+    cells = [[_shown(value) for value in point.values.values()] for point in shown]
+    tables.Table([list(points[0].values), *cells], width).print()
     more = f"and {len(points) - len(shown)} more\n" if len(points) > len(shown) else ""
     print(f"{more}{len(points)} points, all checked; nothing was submitted")
 
@@ -77,28 +74,27 @@ def look_after(args: Namespace) -> int | None:
         names = listing([path.name for path in rundir.sweep_paths()]) or "none"
         raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep; there are: {names}")
     sweep = sweep_folder.find(args.overrides[0])
-    found = standings(sweep, shared_queue.of_user().show_jobs, show.status_rows)
+    found = rows.of_points(sweep, show.status_rows)
     metric = args.metric or _metric(sweep, found)
     verbs = {"status": _status, "retry": _retry, "stop": _stop, "best": _best, "export": _export}
     return verbs[args.config](sweep, found, metric, args)
 
 
-def _metric(sweep: SweepDir, found: Sequence[PointStanding]) -> str:
+def _metric(sweep: SweepDir, found: Sequence[PointRow]) -> str:
     """Return the metric that runs are compared by, as in ``checkpoint.keep_best``."""
     record = sweep.record()
     if record is not None and record.metric is not None:
         return record.metric
-    base = configs.load_config(sweep.base, site=False).checkpoint.keep_best if sweep.base.exists() else None
     known = {name for each in found for name in each.metrics}
-    return base or next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
+    return next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
 
 
-def _value(each: PointStanding, metric: str) -> float | None:
+def _value(each: PointRow, metric: str) -> float | None:
     value = each.metrics.get(metric.removeprefix("-"))
     return value if isinstance(value, (int, float)) else None
 
 
-def _ranked(found: Sequence[PointStanding], metric: str) -> list[PointStanding]:
+def _ranked(found: Sequence[PointRow], metric: str) -> list[PointRow]:
     """Return the points that have the metric, the best first."""
     sign = 1 if metric.startswith("-") else -1
     measured = [each for each in found if _value(each, metric) is not None]
@@ -108,11 +104,11 @@ def _ranked(found: Sequence[PointStanding], metric: str) -> list[PointStanding]:
 # ------------------------------------------------------------------------------------------------------------- verbs
 
 
-def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
+def _status(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
     if args.json:
         print(show.as_json([_as_data(each) for each in found]))
         return
-    states = count_states(each.state for each in found)
+    states = rows.count_states(each.state for each in found)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     say(f"sweep {sweep.name}: {_points(len(found))}: {counts}")
     shown = found
@@ -120,7 +116,7 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
         # The rows of most interest: what has failed, what runs, then the best.
         order = {id(each): number for number, each in enumerate(_ranked(found, metric))}
 
-        def interest(each: PointStanding) -> tuple[bool, bool, int]:
+        def interest(each: PointRow) -> tuple[bool, bool, int]:
             return not each.is_to_retry, each.state != RunState.RUNNING, order.get(id(each), len(found))
 
         shown = sorted(found, key=interest)[:MOST_ROWS]
@@ -131,25 +127,23 @@ def _status(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
         say(line)
 
 
-def _retry(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
+def _retry(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
     failed = [each for each in found if each.is_to_retry]
-    jobs = again.retry(sweep, failed)
+    jobs = submission.retry(sweep, [each.point for each in failed])
     if args.json:
         print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": [_as_data(each) for each in failed]}))
         return
     for line in _causes([*failed, *(each for each in found if each.state == REMOVED)]):
         say(line)
-    if not failed:
+    if not failed and not jobs:
         say(f"sweep {sweep.name}: no point has failed; nothing was submitted")
         return
-    say(
-        f"sweep {sweep.name}: {_points(len(failed))} submitted again"
-        + (f" (Slurm job {', '.join(jobs)})" if jobs else "")
-    )
+    what = _points(len(failed)) if failed else "the points of an interrupted submission"
+    say(f"sweep {sweep.name}: {what} submitted again" + (f" (Slurm job {', '.join(jobs)})" if jobs else ""))
 
 
-def _stop(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
-    waiting, working = again.stop(sweep, found)
+def _stop(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
+    waiting, working = submission.stop(sweep)
     if args.json:
         print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working}))
         return
@@ -159,7 +153,7 @@ def _stop(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Na
     )
 
 
-def _best(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> int | None:
+def _best(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> int | None:
     ranked = _ranked(found, metric)[:10]
     if args.json:
         print(show.as_json([_as_data(each) for each in ranked]))
@@ -178,7 +172,7 @@ def _best(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Na
     return None if ranked else EXIT_FAILED
 
 
-def _export(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: Namespace) -> None:
+def _export(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
     if args.json:
         print(show.as_json([_as_data(each) for each in found]))
         return
@@ -190,53 +184,51 @@ def _export(sweep: SweepDir, found: Sequence[PointStanding], metric: str, args: 
     for each in found:
         values = [each.point.values.get(key, "") for key in keys]
         metrics = [_empty_if_none(each.metrics.get(name)) for name in names]
-        writer.writerow(
-            [each.run.id, each.point.id, each.state, *values, _empty_if_none(each.row and each.row.step), *metrics]
-        )
+        writer.writerow([each.run.id, each.point.id, each.state, *values, _empty_if_none(each.row.step), *metrics])
     print(text.getvalue(), end="")
 
 
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _as_data(each: PointStanding) -> dict[str, Any]:
+def _as_data(each: PointRow) -> dict[str, Any]:
     row = each.row
     return {
         "point": each.point.id,
         "run": each.run.id,
         "values": each.point.values,
         "state": each.state,
-        "job_id": each.job_id,
-        "step": row and row.step,
-        "total_steps": row and row.total_steps,
-        "attempt": 0 if row is None else row.attempt,
+        "job_id": row.job_id,
+        "step": row.step,
+        "total_steps": row.total_steps,
+        "attempt": row.attempt,
         "metrics": each.metrics,
         "why": each.why,
         "path": str(each.run.path),
     }
 
 
-def _table(found: Sequence[PointStanding], metric: str, width: int | None) -> tables.Table:
+def _table(found: Sequence[PointRow], metric: str, width: int | None) -> tables.Table:
     keys = list(dict.fromkeys(key for each in found for key in each.point.values))
     name = metric.removeprefix("-")
     # A key's column is named by its last part, or by the whole key where two have the same.
     last = [key.rpartition(".")[2] for key in keys]
     short_names = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
     head = ["RUN", *(name.upper() for name in short_names), "STATE", "JOB", "STEP", name.rpartition("/")[2].upper()]
-    rows = []
+    cells = []
     for each in found:
-        row = each.row
-        steps = "" if row is None or row.step is None else f"{row.step}/{row.total_steps or '?'}"
+        step, total = each.row.step, each.row.total_steps
+        steps = "" if step is None else f"{step}/{total or '?'}"
         value = _value(each, metric)
         figure = "" if value is None else f"{value:.4g}"
         values = [_shown(each.point.values.get(key, "")) for key in keys]
-        job = each.job_id if row is None or row.executor == "slurm" else ""
+        job = each.row.job_id if each.row.executor == "slurm" else ""
         run = each.run.id if width is None else tables.short(each.run.id)
-        rows.append([run, *values, each.state, job or "", steps, figure])
-    return tables.Table([head, *rows], width, ("JOB",))
+        cells.append([run, *values, each.state, job or "", steps, figure])
+    return tables.Table([head, *cells], width, ("JOB",))
 
 
-def _causes(found: Sequence[PointStanding]) -> list[str]:
+def _causes(found: Sequence[PointRow]) -> list[str]:
     """Return a line for each cause, with its runs. A cause has ended them, or keeps them waiting."""
     causes: dict[str, list[str]] = {}
     for each in found:

@@ -157,16 +157,15 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
 
 
 def submit_as(
-    run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False
+    run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False, durable: bool = True
 ) -> OwnerRecord:
     """Record that a new submission owns the run; its ``number`` is from :func:`take`.
 
-    ``token`` is that of a job that submits for itself, an element of a sweep's array. ``serves``: this process is a
-    rank without a supervisor.
+    ``token`` is that of a sweep's array, whose runs share it. ``serves``: this process is a rank without a supervisor.
     """
     process, cluster = _this_process(run), cluster_name.name_here() if executor == "slurm" else ""
     owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, cluster=cluster, **process)
-    run.write_owner(owner)
+    run.write_owner(owner, durable=durable)
     return owner
 
 
@@ -310,7 +309,7 @@ def _describe(run: RunDir, owner: OwnerRecord) -> str:
     return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
-def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:
+def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None, durable: bool = True) -> None:
     """Record the submission's job, its follow-up jobs and how long it took. Raises OSError."""
     submission = Submission(
         executor=owner.executor,
@@ -323,4 +322,4 @@ def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None 
         cluster=owner.cluster,
         birth=ProcessIdentity.of(int(jobs[0])).birth if owner.executor == "local" else "",
     )
-    run.write_submission(submission)
+    run.write_submission(submission, durable=durable)

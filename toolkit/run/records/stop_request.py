@@ -13,7 +13,6 @@ import contextlib
 import re
 import secrets
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -67,12 +66,8 @@ def end_state(intent: Intent | None) -> RunState:
     return RunState.STOPPED if intent is Intent.STOP else RunState.CANCELLED
 
 
-def clear(run: RunDir, before: float | None = None) -> None:
-    """Remove the request: a resumed run is wanted again. One that was made after ``before`` stays."""
-    with suppress(DamagedFileError):
-        request = Request.read(run.path / "intent.json")
-        if before is not None and request is not None and (request.time or 0.0) > before:
-            return
+def clear(run: RunDir) -> None:
+    """Remove the request: a resumed run is wanted again."""
     (run.path / "intent.json").unlink(missing_ok=True)
 
 

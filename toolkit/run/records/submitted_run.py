@@ -245,7 +245,6 @@ class RunJobs:
     run: RunDir
     ids: tuple[str, ...]
     cluster: str = ""  #: whose numbers they are; empty where it has no name
-    sweep: str | None = None  #: the name of the run's sweep, else read from the run's files
 
     def is_elsewhere(self, here: str | None = None) -> bool:
         """True if the jobs are on another cluster than this one. ``here`` is this one's name, if it is known."""
@@ -271,19 +270,18 @@ class RunJobs:
         if command is None:  # accounting does not tell
             return True
         scripts = _folder_of(command)
-        if (self.sweep is not None and scripts == _arrays(self.run.path, self.sweep)) or scripts == self.run.submitit:
+        if scripts == self.run.submitit:
             return True
         owner, point = self.run.owner(), self.run.point()
         if original_of(self.run, owner) is not None:
             return False
         # The folder may have another name here, or had one when the job was submitted.
         places = [self.run.path, *([Path(owner.path)] if owner is not None and owner.path else [])]
-        sweep = self.sweep or (point and point.sweep)
         folders = [RunDir(place).submitit for place in places]
-        folders += [_arrays(place, sweep) for place in places] if sweep else []
+        folders += [_arrays(place, point.sweep) for place in places] if point is not None else []
         if any(_is_same(scripts, folder) for folder in folders):
             return True
-        return not sweep and self._is_users_own(job, command, owner)
+        return point is None and self._is_users_own(job, command, owner)
 
     def _is_users_own(self, job: str, command: str, owner: OwnerRecord | None) -> bool:
         """True if the job has the user's batch script that the run was started by."""

@@ -76,9 +76,7 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
 
     ``began_s`` is when the submission began, by ``time.monotonic()``.
     """
-    status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
-    left_over = run.left_over()
-    run.write_status(status if left_over is None else status.replace(left_over=left_over))
+    note_queued(run)
     fsio.keep_private()  # submitit's files hold logs too
     try:
         start = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]
@@ -104,6 +102,13 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
     if executor == "slurm":
         _send_follow_up(run, config, owner, job_id, took_s)
     return sent
+
+
+def note_queued(run: RunDir) -> None:
+    """Write the status of a run that is being submitted."""
+    status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
+    left_over = run.left_over()
+    run.write_status(status if left_over is None else status.replace(left_over=left_over))
 
 
 def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:

@@ -219,8 +219,6 @@ class Run(SubmittedRun):
         self._end(Intent.STOP)
 
     def _end(self, what: Intent) -> None:
-        if self.dir.result() is not None and withdraw_retry(self.dir):
-            return
         if (why := self.unseen()) is not None:
             raise RequestError(why)
         if self.executor == "debug" and not self.is_over():
@@ -359,18 +357,6 @@ def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
 def _state_of(run: RunDir) -> RunState | None:
     result = run.result()
     return run.status().state if result is None else result.state
-
-
-def withdraw_retry(run: RunDir) -> bool:
-    """Withdraw the submission by which its sweep is to start an ended run again. False if there is none that waits.
-
-    The run's result of before stays. Raises SlurmError.
-    """
-    if run.point() is None:
-        return False
-    from toolkit.plugins.sweep import again
-
-    return again.withdraw_retry(run)
 
 
 def attach(run: RunDir) -> Run:
