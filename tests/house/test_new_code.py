@@ -178,5 +178,5 @@ def test_a_sweep_is_retried_in_the_folder_in_which_it_was_submitted(
     sent = submission.submit(asked, project, "slurm", slurm)
     monkeypatch.chdir(tmp_path)
     slurm.cancel(f"{sent.jobs[0]}_0")
-    assert len(submission.retry(sent.sweep, sent.sweep.points()[:1], slurm)) == 1
+    assert len(submission.retry(sent.sweep, sent.sweep.points()[:1], slurm)[0]) == 1
     assert started_in == [project, project]

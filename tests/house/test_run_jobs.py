@@ -330,7 +330,7 @@ def test_elements_of_an_array_are_told_from_others_of_the_same_number(
     waiting = sweep.run_of(array.points[1])
     waiting.write_status(waiting.status().replace(updated=1.0))
     assert [state.split()[0] for state in look()] == ["lost", "lost"]
-    assert sweeps.stop(sweep, slurm) == (0, 0)
+    assert sweeps.stop(sweep, slurm) == (0, 0, {})
     assert (slurm.sent, [*states(slurm).values()]) == ([], ["RUNNING", "PENDING"])
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, terminal
-from toolkit.base.errors import ToolkitError
+from toolkit.base.errors import DamagedFileError, ToolkitError
 from toolkit.base.procfs import Life
 from toolkit.cli import columns, notes
-from toolkit.cli.run_rows import OVER, RunRow, read_rows
+from toolkit.cli.run_rows import OVER, RunRow, mark_unreadable, read_rows
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, state_word
 from toolkit.files.rundir import RunDir
@@ -59,9 +59,14 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs, here = _jobs_here(asked)
     answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
-    stands = {path: submitted_run.of_jobs(of_run, answers, here) for path, of_run in jobs.items()}
+    stands = dict[str, RunStanding]()
     for row in asked:
-        if row.path in stands:
+        if row.path in jobs:
+            try:
+                stands[row.path] = submitted_run.of_jobs(jobs[row.path], answers, here)
+            except (OSError, DamagedFileError) as error:
+                mark_unreadable(row, error)
+                continue
             row.job_id, job = stands[row.path].job_id, stands[row.path].job
             row.why = row.why or _launch_failure(row, job)
             if job is not None:

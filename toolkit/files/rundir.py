@@ -259,9 +259,9 @@ class RunDir:
         """Return ``owner.json``: who has the run now. None if there is no owner. See `run.records.ownership`."""
         return OwnerRecord.read(self.path / "owner.json")
 
-    def write_owner(self, owner: OwnerRecord, *, durable: bool = True) -> None:
-        """Replace ``owner.json``."""
-        fsio.write_json(self.path / "owner.json", owner.to_json(), durable=durable)
+    def write_owner(self, owner: OwnerRecord) -> None:
+        """Replace ``owner.json``, durably."""
+        fsio.write_json(self.path / "owner.json", owner.to_json())
 
     def take_number(self, number: int) -> bool:
         """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it."""
@@ -305,9 +305,9 @@ class RunDir:
         """Return how the run was last submitted: executor, job id, host. None for a user's own batch script."""
         return Submission.read(self.submission_path)
 
-    def write_submission(self, submission: Submission, *, durable: bool = True) -> None:
-        """Replace ``submission.json``."""
-        fsio.write_json(self.submission_path, submission.to_json(), durable=durable)
+    def write_submission(self, submission: Submission) -> None:
+        """Replace ``submission.json``, durably."""
+        fsio.write_json(self.submission_path, submission.to_json())
 
 
 def create(name: str, root: Path | None = None) -> RunDir:

@@ -292,7 +292,7 @@ def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retrie
     assert capsys.readouterr().out.count(f"waits until run first/{first.id} has completed") == 2
     # A point that is retried before it could start goes on waiting.
     slurm.cancel(*ownership.jobs_of(second))
-    (job,) = submission.retry(sent.sweep, sent.sweep.points()[1:], slurm)
+    (job,), _ = submission.retry(sent.sweep, sent.sweep.points()[1:], slurm)
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[job]
 
 

@@ -19,7 +19,7 @@ from toolkit.plugins.sweep import awaited, local, request, rows, submission, swe
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.rows import PointRow
 from toolkit.plugins.sweep.sweep_folder import SweepDir
-from toolkit.run.records import ownership
+from toolkit.run.records import ownership, stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 
@@ -80,6 +80,35 @@ def test_a_disk_that_fails_for_a_moment_ends_no_sweep_and_no_point(
     assert (len(calls), started) == (4, [run.id for run in runs_of(sweep)])
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
+@pytest.mark.parametrize("method", ["owner", "result", "write_status", "write_result"])
+def test_a_file_that_fails_for_a_moment_ends_no_sweep(
+    sweep: SweepDir, started: list[str], monkeypatch: pytest.MonkeyPatch, number: int, method: str
+) -> None:
+    first, second = runs_of(sweep)
+    stop_request.ask(first, stop_request.Intent.STOP)
+    usual, calls = getattr(RunDir, method), list[object]()
+
+    def fail_once(self: RunDir, *others: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 1:
+            raise OSError(number, os.strerror(number))
+        return usual(self, *others)
+
+    monkeypatch.setattr(RunDir, method, fail_once)
+    work(sweep)
+    assert calls
+    assert ([each.state for each in look(sweep)], started) == (["stopped", "completed"], [second.id])
+
+
+@pytest.mark.parametrize("name", ["owner.json", "config.yaml", "result.json"])
+def test_a_damaged_point_keeps_no_other_from_being_run(sweep: SweepDir, started: list[str], name: str) -> None:
+    first, second = runs_of(sweep)
+    (first.path / name).write_text("{")
+    work(sweep)
+    assert (started, look(sweep)[1].state) == ([second.id], "completed")
+
+
 def test_a_point_that_waits_for_its_turn_is_queued_and_can_be_ended(
     sweep: SweepDir, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,10 +122,11 @@ def test_a_point_that_waits_for_its_turn_is_queued_and_can_be_ended(
 
 
 def test_a_sweep_that_was_stopped_goes_on_with_a_retry(sweep: SweepDir, started: list[str]) -> None:
-    assert submission.stop(sweep) == (2, 0)
+    assert submission.stop(sweep) == (2, 0, {})
     work(sweep)
     assert ([each.state for each in look(sweep)], started) == (["stopped"] * 2, [])
-    assert submission.retry(sweep, [each.point for each in look(sweep) if each.is_to_retry]) == []
+    jobs, sent = submission.retry(sweep, [each.point for each in look(sweep) if each.is_to_retry])
+    assert (jobs, len(sent)) == ([], 2)
     assert [each.state.split()[0] for each in look(sweep)] == ["queued"] * 2
     work(sweep)
     assert [each.state for each in look(sweep)] == ["completed"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from tests.plugins.sweep.test_submission import project, submit  # noqa: F401  # a fixture
-from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError, RunNotFoundError
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, RunNotFoundError
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.files import rundir
@@ -17,7 +18,7 @@ from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.site import reservations  # noqa: F401  # before Slurm is replaced: it asks the real one
-from toolkit.plugins.sweep import rows, submission
+from toolkit.plugins.sweep import rows, submission, sweep_folder
 from toolkit.plugins.sweep.rows import PointRow
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
@@ -43,7 +44,8 @@ def look(sweep: SweepDir) -> dict[int, PointRow]:
 
 
 def retry_all(sweep: SweepDir) -> list[str]:
-    return submission.retry(sweep, [each.point for each in look(sweep).values() if each.is_to_retry])
+    jobs, _ = submission.retry(sweep, [each.point for each in look(sweep).values() if each.is_to_retry])
+    return jobs
 
 
 def run_at(sweep: SweepDir, index: int) -> RunDir:
@@ -127,12 +129,12 @@ def test_a_retry_that_was_interrupted_is_completed_by_the_next(
 ) -> None:
     sent = submit(slurm, "train.seed=0..2")
     runs = [fail(sent.sweep, slurm, index) for index in range(2)]
-    usual, note = slurm.sbatch, submission._Sender._note
+    usual, note = slurm.sbatch, submission._note
     # Slurm has the job, and the submitter dies before it can record that.
-    monkeypatch.setattr(submission._Sender, "_note", lambda *_: pytest.fail("killed"))
+    monkeypatch.setattr(submission, "_note", lambda *_: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
         retry_all(sent.sweep)
-    monkeypatch.setattr(submission._Sender, "_note", note)
+    monkeypatch.setattr(submission, "_note", note)
     assert retry_all(sent.sweep) == []
     job = [*slurm.submitted][-1]
     assert [ownership.jobs_of(run) for run in runs] == [[f"{job}_0"], [f"{job}_1"]]
@@ -150,6 +152,73 @@ def test_a_retry_that_was_interrupted_is_completed_by_the_next(
     assert all(array.job_id is not None for array in sent.sweep.arrays().values())
 
 
+def test_a_retry_takes_over_no_point_that_lives(slurm: FakeSlurm) -> None:
+    sent = submit(slurm, "train.seed=0..6")
+    failed, resumed, taken = (fail(sent.sweep, slurm, index) for index in range(3))
+    # One has been resumed since the table was made, and one is being resumed at this moment.
+    resumed.clear_result()
+    owner = ownership.submit_as(resumed, "slurm", ownership.take(resumed, ownership.number_of(resumed)))
+    ownership.take(taken, ownership.number_of(taken))
+    damaged = start(sent.sweep, slurm, 3)
+    (damaged.path / "owner.json").write_text("{")
+    write_ended(start(sent.sweep, slurm, 4), RunState.COMPLETED, "completed")
+    start(sent.sweep, slurm, 5)
+    assert not look(sent.sweep)[3].is_to_retry
+    jobs, ids = submission.retry(sent.sweep, sent.sweep.points())
+    assert (len(jobs), ids) == (1, {sent.sweep.points()[0].id})
+    assert ownership.jobs_of(failed) == [f"{jobs[0]}_0"]
+    assert resumed.owner() == owner
+
+
+def test_stop_reaches_what_was_interrupted(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = slurm.sbatch
+    # Slurm has the first array, and not the second one.
+    for call, number in ((lambda words: pytest.fail(usual(words)), 0), (lambda _: pytest.fail("killed"), 1)):
+        monkeypatch.setattr(slurm, "sbatch", call)
+        with pytest.raises(pytest.fail.Exception):
+            submit(slurm, f"train.seed={2 * number}..{2 * number + 1}", name=f"sweep{number}")
+    monkeypatch.setattr(slurm, "sbatch", usual)
+    for number in range(2):
+        sweep = sweep_folder.of_name(f"sweep{number}")
+        assert submission.stop(sweep) == (2, 0, {})
+        assert {each.state for each in look(sweep).values()} == {"stopped"}
+        assert submit(slurm, f"train.seed={2 * number}..{2 * number + 1}", name=f"sweep{number}").jobs == []
+        assert len(retry_all(sweep)) == 1
+    assert [row.state for row in slurm.user_jobs()] == [*["CANCELLED"] * 2, *["PENDING"] * 4]
+
+
+def test_stop_waits_for_a_submitter_that_is_at_work(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = submit(slurm, "train.seed=0..1").sweep
+    with contextlib.ExitStack() as other:
+        other.enter_context(sweep.locked())
+        monkeypatch.setattr(time, "sleep", lambda _: other.close())
+        assert submission.stop(sweep) == (2, 0, {})
+
+
+def test_a_damaged_run_does_not_keep_others_from_being_stopped(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = submit(slurm, "train.seed=0..4").sweep
+    runs = [start(sweep, slurm, index) for index in range(4)]
+    for run, name in zip(runs, ("result.json", "owner.json", "point.json"), strict=False):
+        (run.path / name).write_text("{")
+    assert cli.main(["sweep", "stop", "mine"]) == EXIT_FAILED
+    said = capsys.readouterr()
+    assert "cancelled while they waited: 1; asked to commit a checkpoint and end: 1" in said.out
+    for run, name in zip(runs, ("result.json", "owner.json", "point.json"), strict=False):
+        assert f"run {run.id} was asked to end" in said.err
+        assert f"{run.path / name} cannot be read" in said.err
+    assert {stop_request.asked(run) for run in runs} == {stop_request.Intent.STOP}
+
+
+def test_a_damaged_point_hides_no_other(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    sent = submit(slurm, "train.seed=0..2")
+    (run_at(sent.sweep, 1).path / "point.json").write_text("{")
+    assert {seed: each.state for seed, each in look(sent.sweep).items()} == {0: "queued", 1: "unreadable", 2: "queued"}
+    for words in (["status"], ["status", "--all"], ["status", "mine"], ["sweep", "status", "mine"]):
+        assert "point.json" in printed(capsys, *words) or words == ["status"]
+
+
 def test_stop_cancels_what_waits_and_asks_what_works(slurm: FakeSlurm) -> None:
     sent = submit(slurm, "train.seed=0..5")
     job = sent.jobs[0]
@@ -158,7 +227,7 @@ def test_stop_cancels_what_waits_and_asks_what_works(slurm: FakeSlurm) -> None:
     requeued = start(sent.sweep, slurm, 5)
     requeued.write_status(requeued.status().replace(state=RunState.REQUEUED))
     slurm.requeue(f"{job}_5")
-    assert submission.stop(sent.sweep) == (4, 2)
+    assert submission.stop(sent.sweep) == (4, 2, {})
     assert slurm.sent == []
     states = [slurm.show_jobs([f"{job}_{index}"])[f"{job}_{index}"] for index in range(6)]
     assert [status and status.state for status in states] == [
@@ -183,7 +252,7 @@ def test_stop_leaves_a_run_that_has_just_started_to_its_job(slurm: FakeSlurm, mo
         usual(jobs)
 
     monkeypatch.setattr(slurm, "cancel_waiting", late)
-    assert submission.stop(sent.sweep) == (2, 0)
+    assert submission.stop(sent.sweep) == (2, 0, {})
     run = run_at(sent.sweep, 1)
     assert (run.result(), stop_request.asked(run), slurm.sent) == (None, stop_request.Intent.STOP, [])
 
@@ -232,14 +301,15 @@ def test_a_lost_point_is_retried_once_and_its_new_job_counts(slurm: FakeSlurm) -
     (job,) = retry_all(sent.sweep)
     found = look(sent.sweep)[0]
     assert (found.state, found.row.job_id, found.is_to_retry) == ("queued", f"{job}_0", False)
-    assert submission.stop(sent.sweep) == (1, 0)
+    assert submission.stop(sent.sweep) == (1, 0, {})
     assert [row.state for row in slurm.user_jobs()] == ["NODE_FAIL", "CANCELLED"]
 
 
 def test_points_of_different_sizes_are_retried_in_arrays_of_their_own(slurm: FakeSlurm) -> None:
     sent = submit(slurm, "cluster.nodes=1,2", "train.seed=0..1")
     points = sent.sweep.points()
-    jobs = submission.retry(sent.sweep, [points[index] for index in (0, 2, 1, 3)])
+    submission.stop(sent.sweep)
+    jobs, _ = submission.retry(sent.sweep, [points[index] for index in (0, 2, 1, 3)])
     retried = [*sent.sweep.arrays().items()][2:]
     assert len(jobs) == len(retried) == 2
     for path, array in retried:
@@ -251,11 +321,11 @@ def test_a_list_that_cannot_be_read_is_named_and_no_data_printed(
     slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sent = submit(slurm, "train.seed=0..2")
-    (sent.sweep.path / "arrays/0002.json").write_text("{\n")
+    (sent.sweep.path / "arrays/0002-x.json").write_text("{\n")
     for arguments in (["export"], ["export", "--json"], ["status", "--json"], ["status"]):
         assert cli.main(["sweep", arguments[0], "mine", *arguments[1:]]) == 2
         captured = capsys.readouterr()
-        assert (captured.out, "0002.json cannot be read: it is no JSON" in captured.err) == ("", True)
+        assert (captured.out, "0002-x.json cannot be read: it is no JSON" in captured.err) == ("", True)
 
 
 def test_best_and_export_tell_what_the_results_say(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,14 +13,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import ConfigError, RequestError
+from toolkit.base.errors import ConfigError, RequestError, SlurmRefusedError
 from toolkit.files import rundir
+from toolkit.files.run_files import RunResult, RunState
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins import testing
 from toolkit.plugins.sweep import request, submission, sweep_folder
@@ -27,6 +31,7 @@ from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.submission import Submitted
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
+from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership
 
 CONFIG = "job: jobs.mine\nname: mine\ndata: {name: digits}\nparams: {width: 1}\n"
@@ -61,9 +66,9 @@ def submit(slurm: FakeSlurm, *overrides: str, **options: object) -> Submitted:
 class SlurmOnDisk(FakeSlurm):
     """A Slurm with its jobs in a file, for submitters that are killed. It may kill one that has just sent a job."""
 
-    def __init__(self, path: Path, kill_after: int = -1) -> None:
+    def __init__(self, path: Path, kill_after: int = -1, most: int = 9) -> None:
         super().__init__()
-        self.path, self._kill_after, self.max_array_size = path, kill_after, 3
+        self.path, self._kill_after, self._most, self.max_array_size = path, kill_after, most, 3
         self.path.touch()
 
     @property
@@ -72,6 +77,8 @@ class SlurmOnDisk(FakeSlurm):
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         number = len(self.scripts)
+        if number == self._most:
+            raise SlurmRefusedError("AssocMaxSubmitJobLimit")
         with self.path.open("a") as file:
             file.write(f"{arguments[-1]}\n")
         if number == self._kill_after:
@@ -93,7 +100,7 @@ def killed(slurm: SlurmOnDisk, at: int, *overrides: str, **options: object) -> b
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            with testing.watch(seen):
+            with testing.watch(seen), suppress(RequestError):
                 submit(slurm, *(overrides or ["train.seed=0..6"]), **options)
         finally:
             os._exit(0)
@@ -128,12 +135,90 @@ def test_a_submitter_killed_at_any_operation_loses_nothing(tmp_path: Path, at: i
     assert_each_point_once(slurm, sent.sweep)
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("at", range(300, 420, 2))
+def test_a_submitter_killed_while_it_removes_what_slurm_has_refused_loses_nothing(tmp_path: Path, at: int) -> None:
+    killed(SlurmOnDisk(tmp_path / "jobs", most=1), at)
+    slurm = SlurmOnDisk(tmp_path / "jobs")
+    assert_each_point_once(slurm, submit(slurm, "train.seed=0..6").sweep)
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_a_submitter_killed_after_an_sbatch_finds_its_job(tmp_path: Path, number: int) -> None:
     slurm = SlurmOnDisk(tmp_path / "jobs", kill_after=number)
     assert killed(slurm, -1)
     sent = submit(SlurmOnDisk(tmp_path / "jobs"), "train.seed=0..6")
     assert_each_point_once(slurm, sent.sweep)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *seeds: str) -> None:
+    """Have a submission end where it calls this function."""
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            submit(FakeSlurm(), *seeds)
+
+
+def test_a_completed_submission_keeps_points_that_ended_or_were_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm()
+    interrupt(monkeypatch, submission._Sender, "_sbatch", "train.seed=0..3")
+    sweep = sweep_folder.of_name("mine")
+    ended, resumed, *left = map(sweep.run_of, sweep.points())
+    write_ended(ended, RunState.CANCELLED, "by its user")
+    taken = ownership.submit_as(resumed, "slurm", ownership.take(resumed, 1))
+    for _ in range(2):
+        assert submit(slurm, "train.seed=0..3").new == 0
+        assert sorted(point.values["train.seed"] for point in sweep.points()) == [0, 1, 2, 3]
+    assert [*slurm.submitted] == ["1"]
+    assert [ownership.jobs_of(run) for run in left] == [["1_0"], ["1_1"]]
+    assert (ended.result(), resumed.owner()) == (RunResult(RunState.CANCELLED, 0, why="by its user"), taken)
+
+
+def test_a_point_of_two_interrupted_submissions_is_submitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        interrupt(monkeypatch, ownership, "submit_as", "train.seed=0..1")
+    slurm = FakeSlurm()
+    sweep = submit(slurm, "train.seed=0..1").sweep
+    (array,) = sweep.arrays().values()
+    assert ([point.values["train.seed"] for point in array.points], [*slurm.submitted]) == ([0, 1], ["1"])
+
+
+def test_no_script_has_the_name_of_one_that_slurm_has_refused() -> None:
+    slurm, names = FakeSlurm(), list[str]()
+    usual = slurm.sbatch
+
+    def sbatch(arguments: Sequence[str]) -> str:
+        names.append(arguments[-1])
+        return usual(arguments)
+
+    slurm.sbatch, slurm.refuses_submissions = sbatch, "AssocMaxSubmitJobLimit"
+    with pytest.raises(RequestError):
+        submit(slurm, "train.seed=0..1")
+    slurm.refuses_submissions = ""
+    submit(slurm, "train.seed=0..1")
+    assert len(set(names)) == 2
+    # Nor does a second submitter, where the file system keeps nobody out.
+    sweep = sweep_folder.of_name("mine")
+    assert sweep.next_array("a") != sweep.next_array("b")
+
+
+def test_files_that_must_not_be_torn_are_on_the_disk_before_slurm_has_the_job() -> None:
+    flushed, needed = list[str](), set[str]()
+    slurm = FakeSlurm()
+    usual = slurm.sbatch
+
+    def sbatch(arguments: Sequence[str]) -> str:
+        for run in rundir.all_runs():
+            needed.update(str(run.path / name) for name in ("owner.json", "config.yaml", "point.json"))
+        assert needed <= {re.sub(r"\.([^/]+)\.tmp-\w+$", r"\1", path) for path in flushed}
+        return usual(arguments)
+
+    slurm.sbatch = sbatch
+    with testing.watch(lambda operation, path: flushed.append(path) if operation == "fsync" else None):
+        sent = submit(slurm, "train.seed=0..1")
+    assert len(needed) == 6
+    for run in map(sent.sweep.run_of, sent.sweep.points()):
+        assert any(path.startswith(str(run.submitit / ".submission.json")) for path in flushed)
 
 
 def test_jobs_of_an_sbatch_that_came_too_late_leave_the_points_alone() -> None:
@@ -185,7 +270,7 @@ def test_more_points_than_a_sweep_may_have_are_refused() -> None:
         submit(FakeSlurm(), "train.seed=0..2000")
     points = tuple(Point(str(number), f"mine/{number}") for number in range(1999))
     array = ArrayRecord(points, "token", "slurm", is_array=True, job_id="1")
-    fsio.write_json(sweep_folder.of_name("mine").next_array(), array.to_json())
+    fsio.write_json(sweep_folder.of_name("mine").next_array("token"), array.to_json())
     with pytest.raises(RequestError, match=r"sweep mine: 2,001 points are more than the 2,000"):
         submit(FakeSlurm(), "train.seed=4,5")
 
@@ -293,7 +378,7 @@ def test_a_damaged_record_is_named_and_nothing_is_submitted_over_it() -> None:
     sent = submit(slurm, "train.seed=0..2")
     (path,) = sent.sweep.arrays()
     path.write_text(path.read_text()[:100])
-    with pytest.raises(RequestError, match=r"0001\.json"):
+    with pytest.raises(RequestError, match=r"0001-\w+\.json"):
         submit(slurm, "train.seed=0..5")
     assert len(slurm.submitted) == 1
 

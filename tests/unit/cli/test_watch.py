@@ -139,7 +139,7 @@ def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: 
 
 def test_a_sweep_is_one_row_until_an_hour_after_its_end(hour: Hour) -> None:
     sweep = SweepDir(rundir.runs_root() / rundir.SWEEPS / "seeds")
-    job = hour.slurm.sbatch(["--array=0-1", str(sweep.path / "arrays/0001.sh")])
+    job = hour.slurm.sbatch(["--array=0-1", str(sweep.path / "arrays/0001-token.sh")])
     first = hour.run("queued", f"{job}_0")
     stamp, points = first.id.rpartition("-")[0], []
     for index in range(2):
@@ -150,7 +150,7 @@ def test_a_sweep_is_one_row_until_an_hour_after_its_end(hour: Hour) -> None:
         fsio.write_json(run.path / "point.json", SweepPoint("seeds", str(index)).to_json())
     shutil.rmtree(first.path)
     array = ArrayRecord(tuple(points), "token", "slurm", is_array=True, job_id=job)
-    fsio.write_json(sweep.next_array(), array.to_json())
+    fsio.write_json(sweep.next_array("token"), array.to_json())
     sweep.write_record(SweepRecord("mine.yaml", hour.slurm.now, stamp))
     single, watcher = hour.run("running", "9"), hour.watcher()
     rows = watcher.rows()

@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
-from toolkit.base.errors import ToolkitError
+from toolkit.base.errors import DamagedFileError, ToolkitError
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, SweepDir
@@ -50,9 +51,12 @@ def start(array: Path) -> str:
 
 
 def work(path: Path) -> None:
-    """Run all points of the array of this record, after those of earlier arrays."""
+    """Run all points of the array of this record, after those of earlier arrays.
+
+    A full disk, or a file server that is away, passes. A point with a file that cannot be read is left out.
+    """
     deadline = time.monotonic() + RECORDED_WITHIN_S
-    while (array := ArrayRecord.read(path)) is not None and array.job_id is None:
+    while (array := outages.persist(lambda: ArrayRecord.read(path), path, "read")) is not None and array.job_id is None:
         if time.monotonic() > deadline:
             break
         time.sleep(LOOK_EVERY_S)
@@ -66,20 +70,44 @@ def work(path: Path) -> None:
     while waiting or active:
         # The process of an earlier array has the lock until its points have ended.
         if lock is None:
-            lock = fsio.try_lock(sweep.path / "local.lock")
-        active = [run for run in active if run.dir.result() is None and not run.is_over()]
-        while lock is not None and waiting and len(active) < _most_at_a_time(sweep, waiting[0]):
-            run = waiting.pop(0)
-            if not _has_ended(run, array.token) and (started := _start(run)) is not None:
-                active.append(started)
-        if time.monotonic() - noted > NOTE_EVERY_S:
+            with suppress(OSError):
+                lock = fsio.try_lock(sweep.path / "local.lock")
+        active = [run for run in active if _is_at_work(run)]
+        if is_to_note := time.monotonic() - noted > NOTE_EVERY_S:
             noted = time.monotonic()
-            waiting = [run for run in waiting if not _has_ended(run, array.token)]
-            for run in waiting:
-                run.write_status(run.status().replace(updated=time.time()))
+        for run in [*waiting]:
+            try:
+                has_turn = lock is not None and len(active) < _most_at_a_time(sweep, run)
+                if not (has_turn or is_to_note):
+                    break
+                if _has_ended(run, array.token):
+                    waiting.remove(run)
+                elif has_turn:
+                    started = _start(run)
+                    waiting.remove(run)
+                    active += [] if started is None else [started]
+                else:
+                    run.write_status(run.status().replace(updated=time.time()))
+            except ToolkitError as error:
+                log.error("run %s is left out: %s", run.id, error)
+                waiting.remove(run)
+            except OSError as error:
+                log.warning("run %s: tried again: %s", run.id, error)
         time.sleep(LOOK_EVERY_S)
     if lock is not None:
         os.close(lock)
+
+
+def _is_at_work(run: Run) -> bool:
+    """True until a started run has ended, or has a file that cannot be read."""
+    try:
+        return run.dir.result() is None and not run.is_over()
+    except OSError as error:
+        log.warning("run %s: %s", run.id, error)
+        return True
+    except ToolkitError as error:
+        log.error("run %s: %s", run.id, error)
+        return False
 
 
 def _has_ended(run: RunDir, token: str) -> bool:
@@ -95,9 +123,10 @@ def _has_ended(run: RunDir, token: str) -> bool:
 
 def _most_at_a_time(sweep: SweepDir, run: RunDir) -> int:
     """Return as many as were asked for, or else as this machine has CPUs for."""
-    record = sweep.record()
-    if record is not None and record.max_running is not None:
-        return record.max_running
+    with suppress(DamagedFileError):  # listings name the file
+        record = sweep.record()
+        if record is not None and record.max_running is not None:
+            return record.max_running
     cluster = configs.load_config(run.config, site=False).cluster
     return max(1, len(os.sched_getaffinity(0)) // (cluster.tasks_per_node * cluster.cpus_per_task))
 

@@ -13,7 +13,7 @@ from toolkit.cli.run_rows import RunRow, unreadable
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, RunState, state_word
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
+from toolkit.plugins.sweep.sweep_folder import Point, SweepDir, point_of
 
 #: Returns the rows of runs, see `toolkit.cli.show`.
 RowsOfRuns = Callable[[Sequence[RunDir]], list[RunRow]]
@@ -26,7 +26,8 @@ _IMPORTANCE = (
     *(RunState.RUNNING, RunState.STOPPING, RunState.STARTING, RunState.REQUEUED, RunState.QUEUED),
     *(RunState.FAILED, LOST, UNREADABLE, RunState.STOPPED, RunState.CANCELLED),
 )
-_TO_RETRY = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED, UNREADABLE)
+#: A run that cannot be read may work.
+_TO_RETRY = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def fold(runs: Sequence[RunDir], sweeps: Sequence[Path]) -> tuple[list[RunDir], 
             stamps.add(record.stamp)
         stamped.append((rundir.id_time(sweep.path.stat().st_mtime) if record is None else record.stamp, sweep))
     # Few other runs begin with a stamp, and only of these a file is read.
-    return [run for run in runs if run.id.rpartition("-")[0] not in stamps or not _is_point(run)], stamped
+    return [run for run in runs if run.id.rpartition("-")[0] not in stamps or point_of(run) is None], stamped
 
 
 def of_sweep(sweep: SweepDir, rows_of: RowsOfRuns) -> RunRow:
@@ -117,14 +118,6 @@ def of_sweep(sweep: SweepDir, rows_of: RowsOfRuns) -> RunRow:
         updated=max((at for each in found if (at := each.row.updated) is not None), default=None),
         points=points,
     )
-
-
-def _is_point(run: RunDir) -> bool:
-    """True for a run of a sweep. Where the file cannot be read that says so, its own row names it."""
-    try:
-        return run.point() is not None
-    except DamagedFileError:
-        return False
 
 
 def count_states(states: Iterable[str]) -> dict[str, int]:

@@ -8,6 +8,7 @@ token. If the first sbatch was only slow, its jobs find that the runs have anoth
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -20,7 +21,8 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs
-from toolkit.base.errors import RequestError, SlurmRefusedError
+from toolkit.base.errors import RequestError, SlurmRefusedError, TakenError, ToolkitError
+from toolkit.base.procfs import Life
 from toolkit.config import JobConfig
 from toolkit.config.layers import dump_configs
 from toolkit.files import rundir
@@ -41,7 +43,6 @@ from toolkit.run.requeue.follow_up import RUN_VARIABLE
 from toolkit.run.submission import executors
 from toolkit.run.submission import submit as single
 from toolkit.run.submission.executors import choose_executor
-from toolkit.run.submission.handle import attach
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import base_id
@@ -123,30 +124,32 @@ def submit(
             found = check(asked, project, chosen, waits_for)
         size = _array_size(slurm, asked.options, len(found)) if chosen == "slurm" else len(found)
         record = _prepare(sweep, asked, project, config)
-        new = _new_points(sweep, record, found)
         sender = _Sender(sweep, record, chosen, slurm, size)
-        jobs, _ = sender.complete()
-        jobs += sender.send_new(new, waits_for)
-    return Submitted(sweep, found, len(new), jobs)
+        sender.complete()
+        new = _new_points(sweep, record, found)
+        sender.send_new(new, waits_for)
+    return Submitted(sweep, found, len(new), sender.jobs)
 
 
-def retry(sweep: SweepDir, points: Sequence[Point], slurm: SlurmCommands | None = None) -> list[str]:
-    """Submit these points again, and what an interrupted submission left. Return the ids of the arrays.
+def retry(sweep: SweepDir, points: Sequence[Point], slurm: SlurmCommands | None = None) -> tuple[list[str], set[str]]:
+    """Submit those of the points again that have ended, and what an interrupted submission left.
 
-    Each continues from its run's last checkpoint. Raises RequestError for a sweep without its record.
+    Return the ids of the arrays and of all points in them. Each point continues from its run's last checkpoint. Raises
+    RequestError for a sweep without its record.
     """
     record = sweep.record()
     if record is None:
         raise RequestError(f"sweep {sweep.name}: {sweep.path / 'sweep.json'} is missing; submit the sweep again")
     if not sweep.arrays():
-        return []
+        return [], set()
     with sweep.locked():
         # The points run where the newest ones ran.
         executor, slurm = [array.executor for array in sweep.arrays().values()][-1], slurm or Slurm()
         size = slurm.settings().max_array_size if executor == "slurm" else len(points)
         sender = _Sender(sweep, record, executor, slurm, size)
-        jobs, completed = sender.complete()
-        return jobs + sender.send_again([point for point in points if point.id not in completed])
+        sender.complete()
+        sender.send_again(_ended(sweep, points, slurm))
+        return sender.jobs, sender.sent
 
 
 def _array_size(slurm: SlurmCommands, options: Options, count: int) -> int:
@@ -186,8 +189,8 @@ def _prepare(sweep: SweepDir, asked: SweepRequest, project: Path, config: JobCon
     return record
 
 
-def _new_points(sweep: SweepDir, record: SweepRecord, found: Sequence[CheckedPoint]) -> list[tuple[Point, JobConfig]]:
-    """Return the points that the sweep does not have, with their configs. Raises DamagedFileError, or RequestError."""
+def _new_points(sweep: SweepDir, record: SweepRecord, found: Sequence[CheckedPoint]) -> list[_Unsent]:
+    """Return the points that the sweep does not have. Raises DamagedFileError, or RequestError."""
     known = sweep.points()
     ids, runs = {point.id for point in known}, {point.run for point in known}
     new = []
@@ -198,9 +201,10 @@ def _new_points(sweep: SweepDir, record: SweepRecord, found: Sequence[CheckedPoi
         # others for an equal point.
         digits = hashlib.sha256(f"{sweep.name} {each.id}".encode()).hexdigest()
         names = (f"{each.config.name}/{record.stamp}-{digits[at : at + 8]}" for at in range(9))
-        run = next(name for name in names if name not in runs)
-        runs.add(run)
-        new.append((Point(each.id, run, each.values), each.config))
+        name = next(name for name in names if name not in runs)
+        runs.add(name)
+        point = Point(each.id, name, each.values)
+        new.append(_Unsent(point, sweep.run_of(point), each.config))
     refuse_many(len(known) + len(new), f"sweep {sweep.name}")
     return new
 
@@ -208,131 +212,119 @@ def _new_points(sweep: SweepDir, record: SweepRecord, found: Sequence[CheckedPoi
 # --------------------------------------------------------------------------------------------------------------- arrays
 
 
+@dataclass(frozen=True)
+class _Unsent:
+    """A point to be submitted. A submitter who takes its run after the owner of ``number`` keeps it."""
+
+    point: Point
+    run: RunDir
+    config: JobConfig
+    number: int = 0
+
+
 class _Sender:
-    """Submits points of a sweep as arrays of at most ``size``."""
+    """Submits points of a sweep as arrays of at most ``size``. ``jobs`` and ``sent`` are those of its arrays so far."""
 
     def __init__(self, sweep: SweepDir, record: SweepRecord, executor: str, slurm: SlurmCommands, size: int) -> None:
         self._sweep, self._record, self._executor, self._slurm, self._size = sweep, record, executor, slurm, size
+        self.jobs, self.sent = list[str](), set[str]()
 
-    def complete(self) -> tuple[list[str], set[str]]:
-        """Complete interrupted submissions. Return the new jobs, and the ids of all points that have one by now."""
-        queued, left, dead = list[Point](), list[Point](), list[Path]()
-        for path, array in self._sweep.arrays().items():
+    def complete(self) -> None:
+        """Complete interrupted submissions. Their records keep only points that no other record has."""
+        self.send_again(_left(self._sweep, self._slurm))
+        arrays = self._sweep.arrays()
+        sent = {point.id for array in arrays.values() if array.job_id is not None for point in array.points}
+        for path, array in arrays.items():
             if array.job_id is not None:
                 continue
-            script = path.with_suffix(".sh")
-            job = self._slurm.job_of_script(str(script)) if script.exists() else None
-            own = [point for point in array.points if self._is_left(point, array.token)]
-            if job is not None:
-                self._note(path, array, job)
-                queued += own
+            # A run without a config was being removed, because Slurm had refused it: the same command makes it anew.
+            rest = [each for each in array.points if each.id not in sent and self._sweep.run_of(each).config.exists()]
+            if rest:
+                fsio.write_json(path, array.replace(points=tuple(rest)).to_json())
             else:
-                left += own
-                dead.append(path)
-        jobs = self.send_again(left)
-        _remove(dead)
-        return jobs, {point.id for point in (*queued, *left)}
+                _remove(path)
 
-    def _is_left(self, point: Point, token: str) -> bool:
-        """True if the point belongs to its interrupted submission with this token still."""
-        run = self._sweep.run_of(point)
-        owner = run.owner()
-        return (owner is None or owner.token == token) and run.config.exists() and run.result() is None
-
-    def send_new(self, points: Sequence[tuple[Point, JobConfig]], waits_for: AfterRecord | None) -> list[str]:
+    def send_new(self, points: Sequence[_Unsent], waits_for: AfterRecord | None) -> None:
         """Make the runs of new points and submit them. Leave nothing of those that Slurm refuses."""
-        jobs, left = list[str](), len(points)
-        for array in self._arrays(points):
-            texts = dump_configs(config for _, config in array)
-            runs = [
-                _make_run(self._sweep, self._record, point, text, waits_for)
-                for (point, _), text in zip(array, texts, strict=True)
-            ]
-            try:
-                sent = self._send(array)
-            except SlurmRefusedError as error:
-                for run in runs:
-                    fsio.remove_tree(run.path)
-                how = "the same command submits them when there is room, or with fewer values or other cluster.* values"
-                raise self._not_submitted(left, error, how) from error
-            jobs += self._note(*sent)
-            left -= len(array)
-        return jobs
+        how = "the same command submits them when there is room, or with fewer values or other cluster.* values"
+        with self._explained(len(points), how):
+            for array in self._arrays(points):
+                texts = dump_configs(each.config for each in array)
+                for each, text in zip(array, texts, strict=True):
+                    _make_run(self._sweep, self._record, each, text, waits_for)
+                self._send(array, is_new=True)
 
-    def send_again(self, points: Sequence[Point]) -> list[str]:
+    def send_again(self, points: Sequence[_Unsent]) -> None:
         """Submit runs that exist. Those that Slurm refuses stay as they are."""
-        jobs, left = list[str](), len(points)
         for each in points:
-            rundir.refuse_code_of_others(self._sweep.run_of(each))
-        known = [(each, configs.load_config(self._sweep.run_of(each).config, site=False)) for each in points]
-        for array in self._arrays(known):
-            folders = [self._sweep.run_of(point).path for point, _ in array]
-            names = ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")
-            try:
-                with fsio.unchanged_on_error(*(folder / name for folder in folders for name in names)):
-                    sent = self._send(array)
-            except SlurmRefusedError as error:
-                how = f"`toolkit sweep retry {self._sweep.name}` submits them when there is room"
-                raise self._not_submitted(left, error, how) from error
-            jobs += self._note(*sent)
-            left -= len(array)
-        return jobs
+            rundir.refuse_code_of_others(each.run)
+        with self._explained(len(points), f"`toolkit sweep retry {self._sweep.name}` submits them when there is room"):
+            for array in self._arrays(points):
+                self._send(array, is_new=False)
 
-    def _not_submitted(self, count: int, error: SlurmRefusedError, how: str) -> RequestError:
-        return RequestError(
-            f"sweep {self._sweep.name}: {count} points are not submitted: {error}\nNothing is lost: {how}"
-        )
+    @contextlib.contextmanager
+    def _explained(self, count: int, how: str) -> Iterator[None]:
+        """Raise RequestError that says what to do if Slurm refuses some of the ``count`` points."""
+        before = len(self.sent)
+        try:
+            yield
+        except SlurmRefusedError as error:
+            left = count - (len(self.sent) - before)
+            raise RequestError(
+                f"sweep {self._sweep.name}: {left} points are not submitted: {error}\nNothing is lost: {how}"
+            ) from error
 
-    def _arrays(self, points: Sequence[tuple[Point, JobConfig]]) -> Iterator[Sequence[tuple[Point, JobConfig]]]:
+    def _arrays(self, points: Sequence[_Unsent]) -> Iterator[Sequence[_Unsent]]:
         """Yield the points of each array. All of its jobs ask Slurm for the same."""
         if self._executor == "local":
             if points:
                 yield points
             return
-        alike: dict[str, list[tuple[Point, JobConfig]]] = {}
-        for point, config in points:
-            asked = repr(executors.slurm_parameters(config, self._sweep.as_run, ""))
-            alike.setdefault(asked, []).append((point, config))
+        alike: dict[str, list[_Unsent]] = {}
+        for each in points:
+            asked = repr(executors.slurm_parameters(each.config, self._sweep.as_run, ""))
+            alike.setdefault(asked, []).append(each)
         size = max(1, self._size)
         for group in alike.values():
             for start in range(0, len(group), size):
                 yield group[start : start + size]
 
-    def _send(self, points: Sequence[tuple[Point, JobConfig]]) -> tuple[Path, ArrayRecord, str]:
-        """Submit runs as one array. Return its record, which has no job yet, and its job. Raises SlurmError."""
-        sweep, path, token = self._sweep, self._sweep.next_array(), secrets.token_hex(8)
-        is_array = self._executor == "slurm" and self._size > 1
-        array = ArrayRecord(tuple(point for point, _ in points), token, self._executor, is_array=is_array)
+    def _send(self, points: Sequence[_Unsent], *, is_new: bool) -> None:
+        """Submit runs as one array, except those that somebody else submits at this moment. Raises SlurmError."""
+        taken = list[tuple[_Unsent, int]]()
+        for each in points:
+            try:
+                taken.append((each, ownership.take(each.run, each.number)))
+            except TakenError as error:
+                log.warning("%s", error)
+        if not taken:
+            return
+        token = secrets.token_hex(8)
+        path, is_array = self._sweep.next_array(token), self._executor == "slurm" and self._size > 1
+        array = ArrayRecord(tuple(each.point for each, _ in taken), token, self._executor, is_array=is_array)
         fsio.write_json(path, array.to_json())
-        taken: dict[RunDir, int] = {}
         try:
-            for point in array.points:
-                run = sweep.run_of(point)
-                taken[run] = ownership.take(run, ownership.number_of(run))
-                ownership.submit_as(run, self._executor, taken[run], token, durable=False)
-                stop_request.clear(run)
-                nodes.forget(run)
-                run.clear_result()
-                executors.note_queued(run)
-            job = local.start(path) if self._executor == "local" else self._sbatch(path, array, points[0][1])
-        except BaseException as error:
-            for run, number in taken.items():
-                run.give_back_number(number)
-            if isinstance(error, SlurmRefusedError):
-                _remove([path])
+            with contextlib.ExitStack() as stack:
+                for each, number in taken:
+                    if not is_new:
+                        stack.enter_context(ownership.restored_on_error(each.run, number))
+                        stop_request.clear(each.run)
+                        nodes.forget(each.run)
+                        # Before this submission is the owner: who knows of it must find no result of before.
+                        each.run.clear_result()
+                    ownership.submit_as(each.run, self._executor, number, token)
+                    executors.note_queued(each.run)
+                job = local.start(path) if self._executor == "local" else self._sbatch(path, array, points[0].config)
+        except SlurmRefusedError:
+            # The record goes last: it names what is left if this is interrupted.
+            for each, _ in taken if is_new else ():
+                each.run.config.unlink(missing_ok=True)
+                fsio.remove_tree(each.run.path)
+            _remove(path)
             raise
-        return path, array, job
-
-    def _note(self, path: Path, array: ArrayRecord, job: str) -> list[str]:
-        """Record the job of an array, for each of its runs and then for all. Return it, if it is one of Slurm."""
-        for index, point in enumerate(array.points):
-            run = self._sweep.run_of(point)
-            owner = run.owner()
-            if owner is not None and owner.token == array.token:
-                ownership.note_jobs(run, owner, f"{job}_{index}" if array.is_array else job, durable=False)
-        cluster = cluster_name.name_here() if array.executor == "slurm" else ""
-        fsio.write_json(path, array.replace(job_id=job, cluster=cluster).to_json())
-        return [job] if array.executor == "slurm" else []
+        _note(self._sweep, path, array, job)
+        self.sent |= {point.id for point in array.points}
+        self.jobs += [job] if self._executor == "slurm" else []
 
     def _sbatch(self, path: Path, array: ArrayRecord, config: JobConfig) -> str:
         """Write the array's batch script and submit it; return the job's id."""
@@ -382,89 +374,169 @@ def _script(sweep: SweepDir, array: ArrayRecord, values: Mapping[str, Any]) -> s
     return str(_make_sbatch_string(command=command, folder=sweep.path / "logs", **values))
 
 
-def _make_run(sweep: SweepDir, record: SweepRecord, point: Point, config: str, waits_for: AfterRecord | None) -> RunDir:
-    """Make the run of a point, whatever an interrupted submission has left of it. No job knows it yet.
-
-    There may be 2,000 of them: no file is flushed, here and later.
-    """
-    run, code = sweep.run_of(point), rundir.code_in(sweep.path)
-    if run.owner_number() is not None:
+def _make_run(sweep: SweepDir, record: SweepRecord, new: _Unsent, config: str, waits_for: AfterRecord | None) -> None:
+    """Make the run of a point, in place of what an interrupted submission has left of it. No job knows it yet."""
+    run, code = new.run, rundir.code_in(sweep.path)
+    if run.config.exists() and run.owner_number() is not None:
         raise RequestError(
             f"run {run.id} is a point of sweep {sweep.name}, and no record in {sweep.path / 'arrays'} has it; use "
             "another --name"
         )
+    fsio.remove_tree(run.path)
     for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
         fsio.make_dir(folder)
     if code.is_dir():
         rundir.link_code(run.path, os.path.relpath(code, run.path / rundir.COPIES))
     else:
         snapshot.note_folder(run)
-    place = SweepPoint(sweep.name, point.id, point.values, metric=record.metric)
-    fsio.write_json(run.path / "point.json", place.to_json(), durable=False)
+    place = SweepPoint(sweep.name, new.point.id, new.point.values, metric=record.metric)
+    fsio.write_json(run.path / "point.json", place.to_json())
     if waits_for is not None:
-        fsio.write_json(run.after_path, waits_for.to_json(), durable=False)
-    fsio.write_atomic(run.config, config, durable=False)
-    return run
+        fsio.write_json(run.after_path, waits_for.to_json())
+    fsio.write_atomic(run.config, config)
 
 
-def _remove(arrays: Iterable[Path]) -> None:
-    for path in arrays:
-        path.unlink(missing_ok=True)
-        path.with_suffix(".sh").unlink(missing_ok=True)
+def _note(sweep: SweepDir, path: Path, array: ArrayRecord, job: str) -> None:
+    """Record the job of an array, for each of its runs and then for all."""
+    for index, point in enumerate(array.points):
+        run = sweep.run_of(point)
+        owner = run.owner()
+        if owner is not None and owner.token == array.token:
+            ownership.note_jobs(run, owner, f"{job}_{index}" if array.is_array else job)
+    cluster = cluster_name.name_here() if array.executor == "slurm" else ""
+    fsio.write_json(path, array.replace(job_id=job, cluster=cluster).to_json())
+
+
+def _remove(array: Path) -> None:
+    array.unlink(missing_ok=True)
+    array.with_suffix(".sh").unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------- what is to be sent
+
+
+@contextlib.contextmanager
+def _spared(run: RunDir, unread: dict[RunDir, Exception]) -> Iterator[None]:
+    """Note a run that has a file which cannot be read: it keeps no other run from being sent, or stopped."""
+    try:
+        yield
+    except (ToolkitError, OSError) as error:
+        unread[run] = error
+
+
+def _left(sweep: SweepDir, slurm: SlurmCommands) -> list[_Unsent]:
+    """Record the jobs of interrupted submissions. Return the points that have none, each once."""
+    left, unread = dict[RunDir, _Unsent](), dict[RunDir, Exception]()
+    for path, array in sweep.arrays().items():
+        if array.job_id is not None:
+            continue
+        script = path.with_suffix(".sh")
+        job = slurm.job_of_script(str(script)) if script.exists() else None
+        if job is not None:
+            _note(sweep, path, array, job)
+            continue
+        for point in array.points:
+            run = sweep.run_of(point)
+            with _spared(run, unread):
+                number, owner = ownership.number_of(run), run.owner()
+                is_ours = owner is None or owner.token == array.token
+                if is_ours and run.result() is None and run.config.exists():
+                    left[run] = _Unsent(point, run, configs.load_config(run.config, site=False), number)
+    _warn(unread, "left out")
+    return list(left.values())
+
+
+def _ended(sweep: SweepDir, points: Sequence[Point], slurm: SlurmCommands) -> list[_Unsent]:
+    """Return those of the points that have ended and are not completed. Asks Slurm once."""
+    ended, unread = list[_Unsent](), dict[RunDir, Exception]()
+    runs = {sweep.run_of(point): point for point in points}
+    # The numbers come first: a run that is resumed from now on belongs to that submission.
+    numbers = {run: ownership.number_of(run) for run in runs}
+    stands = _standings(runs, slurm, unread)
+    for run, stand in stands.items():
+        with _spared(run, unread):
+            result = run.result()
+            if stand.is_over if result is None else result.state is not RunState.COMPLETED:
+                config = configs.load_config(run.config, site=False)
+                ended.append(_Unsent(runs[run], run, config, numbers[run]))
+    _warn(unread, "left out")
+    return ended
+
+
+def _warn(unread: Mapping[RunDir, Exception], what: str) -> None:
+    for run, error in unread.items():
+        log.warning("run %s is %s: %s", run.id, what, error)
+
+
+def _standings(
+    runs: Iterable[RunDir], slurm: SlurmCommands, unread: dict[RunDir, Exception]
+) -> dict[RunDir, RunStanding]:
+    """Return how the jobs or processes of each run stand. Asks Slurm once."""
+    stands, jobs = dict[RunDir, RunStanding](), dict[RunDir, RunJobs]()
+    for run in runs:
+        with _spared(run, unread):
+            owner, of_run = run.owner(), submitted_run.of(run)
+            executor = "slurm" if owner is None else owner.executor
+            if executor == "slurm" and of_run.ids:
+                jobs[run] = of_run
+            else:
+                stands[run] = submitted_run.without_job(run, executor)
+    here = cluster_name.name_here() if any(of_run.cluster for of_run in jobs.values()) else ""
+    wanted = sorted({id_ for of_run in jobs.values() if not of_run.is_elsewhere(here) for id_ in of_run.ids})
+    answers = slurm.show_jobs(wanted) if wanted else {}
+    for run, of_run in jobs.items():
+        with _spared(run, unread):
+            stands[run] = submitted_run.of_jobs(of_run, answers, here)
+    return stands
 
 
 # ----------------------------------------------------------------------------------------------------------------- stop
 
 
-def stop(sweep: SweepDir, slurm: SlurmCommands | None = None) -> tuple[int, int]:
-    """Cancel the points that wait, and stop those at work; return how many of each.
+def stop(sweep: SweepDir, slurm: SlurmCommands | None = None) -> tuple[int, int, Mapping[RunDir, Exception]]:
+    """Cancel the points that wait, and ask those at work to commit a checkpoint and end.
 
-    A point at work commits a checkpoint and ends. Slurm is called at most three times, for all of them. Raises
+    Return how many of each, and the runs that have a file which cannot be read: these are asked, too. Waits for a
+    submitter that is at work. Slurm is asked twice, for all of them, and for each interrupted submission. Raises
     RequestError where their jobs are on another cluster.
     """
-    runs = [run for point in sweep.points() if (run := sweep.run_of(point)).result() is None and run.path.is_dir()]
-    owners = {run: run.owner() for run in runs}
-    jobs = {
-        run: submitted_run.of(run) for run, owner in owners.items() if owner is not None and owner.executor == "slurm"
-    }
-    _refuse_elsewhere(sweep, [*jobs.values()])
-    waiting, working = list[RunDir](), list[RunDir]()
-    slurm = slurm or Slurm()
-    before = _standings(jobs, slurm)
-    for run, owner in owners.items():
-        if owner is not None and owner.executor == "local" and not (handle := attach(run)).is_over():
-            (working if owner.serves else waiting).append(run)
-            handle.stop()
-        elif run in before and not before[run].is_over:
-            (waiting if ownership.waits(before[run].job) else working).append(run)
-            # The request comes first: a job that starts at this moment finds it.
-            stop_request.ask(run, Intent.STOP)
-    queued = {run: jobs[run] for run in waiting if run in jobs}
-    if queued:
-        slurm.cancel_waiting(sorted({base_id(id_) for of_run in queued.values() for id_ in of_run.ids}))
+    slurm, unread = slurm or Slurm(), dict[RunDir, Exception]()
+    runs, waiting, working = list[RunDir](), list[RunDir](), list[RunDir]()
+    with sweep.locked(waits=True):
+        unsent = {each.run for each in _left(sweep, slurm)}
+        for run in map(sweep.run_of, sweep.points()):
+            with _spared(run, unread):
+                if run.path.is_dir() and run.result() is None:
+                    runs.append(run)
+        stands = _standings(runs, slurm, unread)
+        for run in (run for run, stand in stands.items() if stand.life is Life.UNSEEN):
+            if (jobs := submitted_run.of(run)).is_elsewhere():
+                raise RequestError(
+                    f"sweep {sweep.name} has jobs on the cluster {jobs.cluster}, and this is "
+                    f"{cluster_name.name_here()}: `toolkit sweep stop {sweep.name}` there stops it"
+                )
+        for run in dict.fromkeys((*runs, *unread)):
+            stand = stands.get(run)
+            if stand is not None and stand.is_over and run not in unsent:
+                continue  # it is lost
+            with _spared(run, unread):
+                # The request comes first: a job that starts at this moment finds it.
+                stop_request.ask(run, Intent.STOP)
+                owner = run.owner()
+                has_turn = owner is None or owner.executor == "slurm" or owner.serves
+                if stand is not None:
+                    is_waiting = run in unsent or ownership.waits(stand.job) or not has_turn
+                    (waiting if is_waiting else working).append(run)
+        queued = [run for run in waiting if stands[run].job is not None]
+        if queued:
+            slurm.cancel_waiting(sorted({base_id(id_) for run in queued for id_ in stands[run].unfinished}))
         # A job may have started before it could be cancelled: then its supervisor writes the result.
-        for run, stand in _standings(queued, slurm).items():
-            if stand.is_over and run.result() is None:
-                write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
-    return len(waiting), len(working)
-
-
-def _standings(jobs: Mapping[RunDir, RunJobs], slurm: SlurmCommands) -> dict[RunDir, RunStanding]:
-    """Return how the jobs of each run stand. Asks Slurm once."""
-    wanted = sorted({id_ for of_run in jobs.values() for id_ in of_run.ids})
-    answers = slurm.show_jobs(wanted) if wanted else {}
-    return {run: submitted_run.of_jobs(of_run, answers) for run, of_run in jobs.items()}
-
-
-def _refuse_elsewhere(sweep: SweepDir, jobs: Sequence[RunJobs]) -> None:
-    """Raise RequestError if one of the jobs is on another cluster."""
-    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
-    there = next((job.cluster for job in jobs if job.is_elsewhere(here)), None)
-    if there is not None:
-        raise RequestError(
-            f"sweep {sweep.name} has jobs on the cluster {there}, and this is {here}: "
-            f"`toolkit sweep stop {sweep.name}` there stops it"
-        )
+        over = {run for run, stand in _standings(queued, slurm, unread).items() if stand.is_over}
+        for run in (*unsent, *over):
+            with _spared(run, unread):
+                if run.result() is None:
+                    write_ended(run, RunState.STOPPED, "stopped while it waited in the queue")
+    return len(waiting), len(working), unread
 
 
 def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:

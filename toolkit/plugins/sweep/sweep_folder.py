@@ -1,24 +1,28 @@
 """The folder of a sweep, ``runs/.sweeps/NAME/``: what was asked for, and which runs were submitted.
 
-Each job array has a record (``arrays/0001.json``) with its points in the order of its elements, and its batch script
-beside it. A point is a run like any other. Its folder is made before the array is submitted.
+Each job array has a record (``arrays/0001-TOKEN.json``) with its points in the order of its elements, and its batch
+script beside it. Slurm may remember the script of an array that was given up: no two have one name. A point is a run
+like any other. Its folder is made before the array is submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import fsio
-from toolkit.base.errors import RequestError, RunNotFoundError, nearest
+from toolkit.base import fsio, logs
+from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError, nearest
 from toolkit.files import rundir
 from toolkit.files.records import FileRecord, JsonRecord
-from toolkit.files.run_files import Executor, Moment, Word
+from toolkit.files.run_files import Executor, Moment, SweepPoint, Word
 from toolkit.files.rundir import SWEEPS, RunDir
+
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,11 @@ class SweepDir:
         paths = sorted((self.path / "arrays").glob("[0-9]*.json"))
         return {path: record for path in paths if (record := ArrayRecord.read(path)) is not None}
 
-    def next_array(self) -> Path:
-        """Return the path of the next array's record."""
+    def next_array(self, token: str) -> Path:
+        """Return the path of the next array's record. No other submitter gets it."""
         folder = fsio.make_dir(self.path / "arrays")
-        last = max((path.stem for path in folder.glob("[0-9]*.json")), default="0")
-        return folder / f"{int(last) + 1:04d}.json"
+        last = max((int(path.stem.partition("-")[0]) for path in folder.glob("[0-9]*-*.json")), default=0)
+        return folder / f"{last + 1:04d}-{token}.json"
 
     def points(self) -> list[Point]:
         """Return every point that was submitted, each once."""
@@ -95,16 +99,20 @@ class SweepDir:
         return list({point.id: point for array in arrays for point in array.points}.values())
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other submitters out. Raises RequestError if one is at work.
+    def locked(self, *, waits: bool = False) -> Iterator[None]:
+        """Keep other submitters out. Wait for one that is at work, or raise RequestError.
 
         Where the file system has no locks, two submitters may list the same points. No point runs twice all the same:
         its run has one folder and one owner.
         """
         rundir.make_root(self.path.parent.parent)
-        fd = fsio.try_lock(fsio.make_dir(self.path) / "lock")
-        if fd is None:
-            raise RequestError(f"sweep {self.name}: another `toolkit sweep` submits its points at this moment")
+        path = fsio.make_dir(self.path) / "lock"
+        if (fd := fsio.try_lock(path)) is None:
+            if not waits:
+                raise RequestError(f"sweep {self.name}: another `toolkit sweep` submits its points at this moment")
+            log.warning("sweep %s: waiting for another `toolkit sweep`, which submits its points", self.name)
+            while (fd := fsio.try_lock(path)) is None:
+                time.sleep(0.2)
         try:
             yield
         finally:
@@ -126,16 +134,24 @@ def of_name(name: str) -> SweepDir:
     return SweepDir(rundir.runs_root() / SWEEPS / name)
 
 
+def point_of(run: RunDir) -> SweepPoint | None:
+    """Return the run's point in its sweep. None also where the file cannot be read: the run's own row names it."""
+    try:
+        return run.point()
+    except DamagedFileError:
+        return None
+
+
 def single_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[RunDir]:
     """Return those of ``by_name``, the runs of the name ``text``, that it means.
 
     A sweep with a name of its own leaves the config's name to the newest run that is no point. Raises RunNotFoundError
     if ``text`` means all points of a sweep.
     """
-    newest = by_name[-1].point() if by_name else None
+    newest = point_of(by_name[-1]) if by_name else None
     sweep = None if newest is None else newest.sweep
     if newest is not None and sweep != text:
-        alone = next((run for run in reversed(by_name) if run.point() is None), None)
+        alone = next((run for run in reversed(by_name) if point_of(run) is None), None)
         if alone is not None:
             return [alone]
     if not by_name and (root / SWEEPS / text / "sweep.json").exists():

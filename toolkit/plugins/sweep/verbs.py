@@ -13,11 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from toolkit.base import logs
 from toolkit.base.errors import EXIT_FAILED, RequestError, listing
 from toolkit.base.terminal import say
 from toolkit.cli import show, tables
 from toolkit.files import rundir
-from toolkit.files.run_files import RunState
+from toolkit.files.run_files import UNREADABLE, RunState
 from toolkit.plugins.sweep import request, rows, submission, sweep_folder
 from toolkit.plugins.sweep.request import CheckedPoint, Options
 from toolkit.plugins.sweep.rows import REMOVED, PointRow
@@ -25,6 +26,8 @@ from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.submit import awaited
 from toolkit.slurm import shared_queue
+
+log = logs.get(__name__)
 
 #: A longer table is shown in part, without ``--all``.
 MOST_ROWS = 40
@@ -129,28 +132,35 @@ def _status(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Names
 
 def _retry(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
     failed = [each for each in found if each.is_to_retry]
-    jobs = submission.retry(sweep, [each.point for each in failed])
+    jobs, sent = submission.retry(sweep, [each.point for each in failed])
     if args.json:
-        print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": [_as_data(each) for each in failed]}))
+        retried = [_as_data(each) for each in found if each.point.id in sent]
+        print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": retried}))
         return
-    for line in _causes([*failed, *(each for each in found if each.state == REMOVED)]):
+    for line in _causes([*failed, *(each for each in found if each.state in (REMOVED, UNREADABLE))]):
         say(line)
-    if not failed and not jobs:
+    if not sent:
         say(f"sweep {sweep.name}: no point has failed; nothing was submitted")
         return
-    what = _points(len(failed)) if failed else "the points of an interrupted submission"
-    say(f"sweep {sweep.name}: {what} submitted again" + (f" (Slurm job {', '.join(jobs)})" if jobs else ""))
-
-
-def _stop(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
-    waiting, working = submission.stop(sweep)
-    if args.json:
-        print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working}))
-        return
     say(
-        f"sweep {sweep.name}: cancelled while they waited: {waiting}; asked to commit a checkpoint and end: {working}; "
-        f"`toolkit sweep retry {sweep.name}` goes on with all"
+        f"sweep {sweep.name}: {_points(len(sent))} submitted again"
+        + (f" (Slurm job {', '.join(jobs)})" if jobs else "")
     )
+
+
+def _stop(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> int | None:
+    waiting, working, unread = submission.stop(sweep)
+    if args.json:
+        unknown = [run.id for run in unread]
+        print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working, "unknown": unknown}))
+    else:
+        say(
+            f"sweep {sweep.name}: cancelled while they waited: {waiting}; asked to commit a checkpoint and end: "
+            f"{working}; `toolkit sweep retry {sweep.name}` goes on with all"
+        )
+    for run, error in unread.items():
+        log.warning("run %s was asked to end, and whether it does is not known: %s", run.id, error)
+    return EXIT_FAILED if unread else None
 
 
 def _best(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> int | None:

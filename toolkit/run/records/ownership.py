@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,22 @@ def take(run: RunDir, before: int) -> int:
     return number
 
 
+@contextlib.contextmanager
+def restored_on_error(run: RunDir, number: int) -> Iterator[None]:
+    """Put the run's files back, and give back the number, if its submission fails.
+
+    sbatch may hang until another submission, which takes this one for dead, has the run. Then the files are its own.
+    """
+    names = ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")
+    try:
+        with fsio.unchanged_on_error(*map(run.path.joinpath, names), unless=lambda: run.last_number() > number):
+            yield
+    except BaseException:
+        if run.last_number() == number:  # else a third one could get it, and write over the second's owner
+            run.give_back_number(number)
+        raise
+
+
 def _died_before_it_owned(run: RunDir, number: int) -> bool:
     """True if the process that has taken the number will never write the owner."""
     path = run.path / "owners" / str(number)
@@ -157,7 +173,7 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
 
 
 def submit_as(
-    run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False, durable: bool = True
+    run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False
 ) -> OwnerRecord:
     """Record that a new submission owns the run; its ``number`` is from :func:`take`.
 
@@ -165,7 +181,7 @@ def submit_as(
     """
     process, cluster = _this_process(run), cluster_name.name_here() if executor == "slurm" else ""
     owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, cluster=cluster, **process)
-    run.write_owner(owner, durable=durable)
+    run.write_owner(owner)
     return owner
 
 
@@ -309,7 +325,7 @@ def _describe(run: RunDir, owner: OwnerRecord) -> str:
     return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
-def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None, durable: bool = True) -> None:
+def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:
     """Record the submission's job, its follow-up jobs and how long it took. Raises OSError."""
     submission = Submission(
         executor=owner.executor,
@@ -322,4 +338,4 @@ def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None 
         cluster=owner.cluster,
         birth=ProcessIdentity.of(int(jobs[0])).birth if owner.executor == "local" else "",
     )
-    run.write_submission(submission, durable=durable)
+    run.write_submission(submission)

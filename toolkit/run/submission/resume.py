@@ -60,13 +60,11 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen, project if code else None)
     secret_values.check_sources(config.secrets)  # they may have gone since
     # From here on files change; on an error they are put back.
-    kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
     number, taken = ownership.take(run, before), None
-    # sbatch may hang until another submission, which takes this one for dead, has the run. Then the files are its own.
     try:
         # So a job submitted despite the error has a stale token.
         copied = snapshot.new_copy(run, project) if code and project else nullcontext()
-        with fsio.unchanged_on_error(*kept, unless=lambda: run.last_number() > number), copied:
+        with ownership.restored_on_error(run, number), copied:
             stop_request.clear(run)
             nodes.forget(run)
             # Before this submission is the owner: another one that knows of it must find no result of before.
@@ -79,8 +77,6 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
     except BaseException:
         if taken is not None:
             ownership.new_config(run, taken.token).unlink(missing_ok=True)
-        if run.last_number() == number:  # else a third one could get it, and write over the second's owner
-            run.give_back_number(number)
         raise
     # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)
