@@ -23,8 +23,7 @@ from toolkit.data.datasets import Pictures
 from toolkit.plugins.formats.images import catalog, downloads, photographs, small
 from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.plugins.formats.tokens.folder import load_tokenizer
-from toolkit.plugins.sweep.axes import Discrete
-from toolkit.plugins.sweep.learnt import draw
+from toolkit.plugins.sweep.axes import Discrete, draw
 from toolkit.plugins.trackers import build_tracker
 
 ROOT = Path(__file__).parents[2]

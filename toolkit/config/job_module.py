@@ -137,7 +137,7 @@ def is_loop(job: str, project: Path | None = None) -> bool:
     """
     if job == CALLED_JOB:
         return True
-    names = _called(read_source(job_source(job, project)))
+    names = read_source(job_source(job, project)).called
     return "toolkit.start" in names or any(
         name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in names
     )
@@ -150,11 +150,7 @@ def has_own_steps(job: str, project: Path | None = None) -> bool:
     """
     if job == FOREIGN_JOB or not is_loop(job, project):
         return job != FOREIGN_JOB
-    return "toolkit.start" in _called(read_source(job_source(job, project)))
-
-
-def _called(source: PythonSource) -> set[str]:
-    return {source.full_name(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call)}
+    return "toolkit.start" in read_source(job_source(job, project)).called
 
 
 def is_plain(job: str, project: Path | None = None) -> bool:

@@ -14,7 +14,8 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -325,23 +326,27 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if not isinstance(root, MappingNode):
         why = "must hold `key: value` lines, not a list or a single value"
         raise ConfigError(f"{path}: {why}{_as_program(path)}")
-    layer = Layer(str(path), root)
-    # `sweep` is no key of a config: keep it beside the layer.
-    for key, value in layer.root.value:
-        if isinstance(key, ScalarNode) and key.value == "sweep":
-            layer.root.value.remove((key, value))
-            layer = replace(layer, sweep=value)
-            break
-    # `extends` is a key of the file, not of the config: take it out.
-    for key, value in layer.root.value:
-        if isinstance(key, ScalarNode) and key.value == "extends":
-            if not isinstance(value, ScalarNode) or not value.value:
-                raise layer.error(value, "extends: takes the name of one file")
-            if "\0" in value.value:
-                raise layer.error(value, "extends: a file's name cannot hold the character NUL")
-            layer.root.value.remove((key, value))
-            return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
-    return [layer]
+    # These are keys of the file, not of the config.
+    root, sweep = _without(root, "sweep")
+    root, extends = _without(root, "extends")
+    layer = Layer(str(path), root, sweep=sweep)
+    if extends is None:
+        return [layer]
+    if not isinstance(extends, ScalarNode) or not extends.value:
+        raise layer.error(extends, "extends: takes the name of one file")
+    if "\0" in extends.value:
+        raise layer.error(extends, "extends: a file's name cannot hold the character NUL")
+    return [*file_layers(path.parent / extends.value, (*above, path.resolve())), layer]
+
+
+def _without(root: MappingNode, name: str) -> tuple[MappingNode, Node | None]:
+    """Return a mapping without a key, and the key's value, if it has one."""
+    for index, (key, value) in enumerate(root.value):
+        if isinstance(key, ScalarNode) and key.value == name:
+            left = copy(root)
+            left.value = [*root.value[:index], *root.value[index + 1 :]]
+            return left, value
+    return root, None
 
 
 #: ``key=value`` texts, one of them, or the values by their dotted keys.

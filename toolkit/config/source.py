@@ -138,6 +138,11 @@ class PythonSource:
                 names += [f"{origin}{'.' * bool(node.module)}{alias.name}" for alias in node.names]
         return tuple(dict.fromkeys(names))
 
+    @cached_property
+    def called(self) -> set[str]:
+        """Return the full names of all that the file calls."""
+        return {self.full_name(node.func) for node in self.nodes if isinstance(node, ast.Call)}
+
     def docstring(self, name: str) -> str:
         """Return the docstring of a class, or an empty text."""
         return ast.get_docstring(self.classes[name]) or ""

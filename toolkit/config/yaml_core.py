@@ -7,6 +7,7 @@ text, text and 755. Texts are written such that readers of both versions read th
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import yaml
@@ -64,8 +65,12 @@ for _name, _pattern, _first in _PLAIN:
     _YamlDumper.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
 
 
+@lru_cache(maxsize=64)  # a sweep reads one file for each of its points, which takes as long as all the rest
 def compose(text: str) -> Node | None:
-    """Return the root of the one document in ``text``; None for an empty one. Raises ValueError with the reason."""
+    """Return the root of the one document in ``text``; None for an empty one. Raises ValueError with the reason.
+
+    Its callers share the nodes, and change none.
+    """
     try:
         node: Node | None = yaml.compose(text, _YamlLoader)
     except RecursionError:

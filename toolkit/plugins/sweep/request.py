@@ -25,9 +25,8 @@ from toolkit.base.errors import ConfigError, RequestError, nearest
 from toolkit.config import JobConfig
 from toolkit.config.layers import parts_of, sweep_of
 from toolkit.files.run_files import AfterRecord
-from toolkit.plugins.sweep import axes, learnt
-from toolkit.plugins.sweep.axes import Axis, Values
-from toolkit.plugins.sweep.learnt import Tried
+from toolkit.plugins.sweep import axes
+from toolkit.plugins.sweep.axes import Axis, Tried, Values
 from toolkit.run.prepare import new_run as prepare
 from toolkit.run.submission.submit import begins_with
 
@@ -78,7 +77,7 @@ class SweepRequest:
             raise RequestError("--random and --optuna: a sample is one of them")
         if optuna is not None:
             less = metric.startswith("-")
-            return iter(learnt.draw(self.axes, optuna, self.options.seed or 0, before, less_is_better=less))
+            return iter(axes.draw(self.axes, optuna, self.options.seed or 0, before, less_is_better=less))
         if random is not None:
             return axes.sample(self.axes, random, self.options.seed or 0)
         return axes.grid(self.axes)

@@ -28,8 +28,7 @@ from toolkit.config.layers import dump_configs
 from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunState, SweepPoint
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.sweep import awaited, learnt, local, request, sweep_folder
-from toolkit.plugins.sweep.axes import refuse_many
+from toolkit.plugins.sweep import awaited, axes, local, request, sweep_folder
 from toolkit.plugins.sweep.request import CheckedPoint, Options, SweepRequest
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir, SweepRecord
 from toolkit.run.attempt.journal import write_ended
@@ -76,7 +75,7 @@ def check(
     if executor == "debug":
         raise RequestError("executor: a sweep cannot be debugged in this process; submit one of its points with debug")
     # Optuna learns from the points that the sweep has tried.
-    before: list[learnt.Tried] = []
+    before: list[axes.Tried] = []
     metric = ""
     if asked.options.optuna is not None:
         config = _config(asked, project, ())
@@ -84,7 +83,7 @@ def check(
         metric = _metric(asked, config) or getattr(sweep.record(), "metric", None) or ""
         if not metric:
             raise RequestError(f"--optuna: {_NO_METRIC}")
-        before = learnt.tried(sweep, metric)
+        before = axes.tried(sweep, metric)
     return request.checked(asked, project, executor, waits_for, before, metric)
 
 
@@ -205,7 +204,7 @@ def _new_points(sweep: SweepDir, record: SweepRecord, found: Sequence[CheckedPoi
         runs.add(name)
         point = Point(each.id, name, each.values)
         new.append(_Unsent(point, sweep.run_of(point), each.config))
-    refuse_many(len(known) + len(new), f"sweep {sweep.name}")
+    axes.refuse_many(len(known) + len(new), f"sweep {sweep.name}")
     return new
 
 

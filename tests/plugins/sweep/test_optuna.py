@@ -12,7 +12,7 @@ import pytest
 from tests.plugins.sweep.test_submission import SlurmOnDisk, killed, project, submit
 from toolkit.base.errors import RequestError
 from toolkit.files.run_files import RunResult, RunState
-from toolkit.plugins.sweep import axes, learnt, sweep_folder
+from toolkit.plugins.sweep import axes, sweep_folder
 from toolkit.plugins.sweep.sweep_folder import Point, SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
@@ -39,7 +39,7 @@ def finish(sweep: SweepDir) -> None:
             failed = run.result()
             assert failed is not None
             run.write_result(dataclasses.replace(failed, metrics={"eval/loss": -9.0}))
-            assert [each.score for each in learnt.tried(sweep, "-eval/loss") if each.score == -9.0] == []
+            assert [each.score for each in axes.tried(sweep, "-eval/loss") if each.score == -9.0] == []
         else:
             metrics = {"eval/loss": distance(point)}
             run.write_result(RunResult(RunState.COMPLETED, attempts=1, step=1, metrics=metrics))
@@ -61,8 +61,8 @@ def test_points_get_better_with_the_results_of_those_before() -> None:
 
 def test_a_small_sweep_knows_which_way_is_better() -> None:
     axis = {"optim.lr": axes.parse("optim.lr", "log(1e-5,1e-1)")}
-    before = [learnt.Tried({"optim.lr": 10.0**-power}, is_over=True, score=float(power)) for power in (2, 3, 4, 5)]
-    less, more = (learnt.draw(axis, 8, 0, before, less_is_better=is_less) for is_less in (True, False))
+    before = [axes.Tried({"optim.lr": 10.0**-power}, is_over=True, score=float(power)) for power in (2, 3, 4, 5)]
+    less, more = (axes.draw(axis, 8, 0, before, less_is_better=is_less) for is_less in (True, False))
     assert less != more
 
 
