@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_980,
-    "files of toolkit/": 396,
-    "classes of toolkit/": 657,
-    "functions of toolkit/": 4976,
-    "lines of the core": 47_284,  # 26 more: `toolkit data tokenize` came from plugins/
+    "lines of toolkit/": 71_421,
+    "files of toolkit/": 390,
+    "classes of toolkit/": 656,
+    "functions of toolkit/": 4944,
+    "lines of the core": 47_283,  # 26 more: `toolkit data tokenize` came from plugins/
     "files of the core": 264,
-    "lines of plugins": 24_696,
-    "files of plugins": 132,
+    "lines of plugins": 24_138,
+    "files of plugins": 126,
     "hooks": 0,
-    "lines of tests/": 83_508,
+    "lines of tests/": 83_450,
     "tests' setattr of a constant": 134,
-    "words of docs": 74_799,
+    "words of docs": 74_797,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

@@ -103,14 +103,7 @@ def _row_of(run: RunDir, *, is_whole: bool) -> RunRow:
 
 def unreadable(run: str, name: str, path: Path, error: Exception) -> RunRow:
     """Return the row of a run, or of a sweep, one of whose files cannot be read."""
-    row = RunRow(run, name, str(path))
-    mark_unreadable(row, error)
-    return row
-
-
-def mark_unreadable(row: RunRow, error: Exception) -> None:
-    """Have the row say which file of its run cannot be read. Whether the run goes on is not known then."""
-    row.state, row.silent, row.why = UNREADABLE, False, _short(Path(row.path), str(error))
+    return RunRow(run, name, str(path), UNREADABLE, why=_short(path, str(error)))
 
 
 def _short(path: Path, why: str | None) -> str | None:

@@ -14,9 +14,9 @@ from toolkit.base import fsio, terminal
 from toolkit.base.errors import DamagedFileError, ToolkitError
 from toolkit.base.procfs import Life
 from toolkit.cli import columns, notes
-from toolkit.cli.run_rows import OVER, RunRow, mark_unreadable, read_rows
+from toolkit.cli.run_rows import OVER, RunRow, read_rows
 from toolkit.files import rundir
-from toolkit.files.run_files import RunState, state_word
+from toolkit.files.run_files import UNREADABLE, RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.records import ownership, submitted_run
@@ -61,17 +61,18 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
     answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
     stands = dict[str, RunStanding]()
     for row in asked:
-        if row.path in jobs:
-            try:
-                stands[row.path] = submitted_run.of_jobs(jobs[row.path], answers, here)
-            except (OSError, DamagedFileError) as error:
-                mark_unreadable(row, error)
-                continue
-            row.job_id, job = stands[row.path].job_id, stands[row.path].job
-            row.why = row.why or _launch_failure(row, job)
-            if job is not None:
-                row.slurm, row.reason = job.state, job.reason
-                row.expected_start = job.start_time if ownership.waits(job) else None
+        if row.path not in jobs:
+            continue
+        try:
+            stand = stands[row.path] = submitted_run.of_jobs(jobs[row.path], answers, here)
+        except (OSError, DamagedFileError) as error:
+            row.state, row.why, row.silent = UNREADABLE, str(error).replace(f"{row.path}/", ""), False
+            continue
+        row.job_id, job = stand.job_id, stand.job
+        row.why = row.why or _launch_failure(row, job)
+        if job is not None:
+            row.slurm, row.reason = job.state, job.reason
+            row.expected_start = job.start_time if ownership.waits(job) else None
     for row in rows:
         # Most rows keep their state: Slurm was not asked, and their own files are recent.
         if row.slurm is not None or row.silent:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache
@@ -232,19 +232,6 @@ def _leaf_nodes(layer: Layer, node: MappingNode, prefix: str = "") -> Iterator[t
 def dump_config(config: JobConfig) -> str:
     """Return the config as YAML that :func:`load_config` reads back to an equal one."""
     return yaml_core.dump(escaped(asdict(config)))
-
-
-def dump_configs(configs: Iterable[JobConfig]) -> Iterator[str]:
-    """Yield :func:`dump_config` of each. What many of them have in common is written once: that takes 20 ms."""
-    known: dict[str, str] = {}
-    for config in configs:
-        text = ""
-        for key, value in escaped(asdict(config)).items():
-            section = repr((key, value))
-            if section not in known:
-                known[section] = yaml_core.dump({key: value})
-            text += known[section]
-        yield text
 
 
 def _keys_in(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -65,12 +65,9 @@ for _name, _pattern, _first in _PLAIN:
     _YamlDumper.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
 
 
-@lru_cache(maxsize=64)  # a sweep reads one file for each of its points, which takes as long as all the rest
+@lru_cache(maxsize=64)  # a sweep reads its file for each point. Callers share the nodes and change none
 def compose(text: str) -> Node | None:
-    """Return the root of the one document in ``text``; None for an empty one. Raises ValueError with the reason.
-
-    Its callers share the nodes, and change none.
-    """
+    """Return the root of the one document in ``text``; None for an empty one. Raises ValueError with the reason."""
     try:
         node: Node | None = yaml.compose(text, _YamlLoader)
     except RecursionError:

@@ -129,14 +129,14 @@ def assert_each_point_once(slurm: SlurmOnDisk, sweep: SweepDir) -> None:
 @pytest.mark.parametrize("at", range(0, 400, 4))
 def test_a_submitter_killed_at_any_operation_loses_nothing(tmp_path: Path, at: int) -> None:
     slurm = SlurmOnDisk(tmp_path / "jobs")
-    # It has about 340 operations below the folder for runs; the last numbers here are after its end.
-    assert killed(slurm, at) or at > 300
+    # It has about 370 operations below the folder for runs; the last numbers here are after its end.
+    assert killed(slurm, at) or at > 350
     sent = submit(slurm, "train.seed=0..6")
     assert_each_point_once(slurm, sent.sweep)
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("at", range(300, 420, 2))
+@pytest.mark.parametrize("at", range(284, 304))
 def test_a_submitter_killed_while_it_removes_what_slurm_has_refused_loses_nothing(tmp_path: Path, at: int) -> None:
     killed(SlurmOnDisk(tmp_path / "jobs", most=1), at)
     slurm = SlurmOnDisk(tmp_path / "jobs")
