@@ -22,8 +22,7 @@ from tests.dist.test_local_runs import END_S, TOOLKIT, ranks, reached, the_run
 from tests.waiting import PATIENCE, nobody_left, wait_for
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.node_watch.silence import NodesWatch, start_watch
+from toolkit.plugins.node_watch.silent_scripts import NodeWatch, RankProcesses
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(1)]
 
@@ -204,7 +203,7 @@ ALIVE = {
 
 def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path) -> None:
     """Each is watched as a run of its own, so that none hides another. The watch ends with the silent one."""
-    watches: dict[str, NodesWatch] = {}
+    watches: dict[str, NodeWatch] = {}
     processes = []
     try:
         for number, (name, code) in enumerate(ALIVE.items()):
@@ -220,18 +219,17 @@ def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path)
                 str(run.path),
             ]
             processes.append(subprocess.Popen(argv, env=marked, stdout=subprocess.DEVNULL, start_new_session=True))
-            watches[name] = start_watch(run, 1, Allocation(("here",), (1,), 1), os.environ, bound_s=5.0)
-        hung: set[str] = set()
+            watches[name] = NodeWatch(RankProcesses(run, 1), 5.0, lambda: False)
+        silent: set[str] = set()
 
         def silent_is_found() -> bool:
-            hung.update(name for name, watch in watches.items() if watch.is_stuck())
-            return "is silent" in hung
+            for name, watch in watches.items():
+                silent.update(name for news in watch.look() if news["state"] == "silent")
+            return "is silent" in silent
 
         wait_for(silent_is_found, PATIENCE * END_S, "the silent one")
-        assert hung == {"is silent"}
+        assert silent == {"is silent"}
     finally:
-        for watch in watches.values():
-            watch.close()
         for process in processes:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import cache
@@ -148,3 +149,13 @@ def read(pid: int | str, proc: Path = Path("/proc")) -> ProcessStat | None:
             return parse(file.read().decode(errors="replace"))
     except OSError:
         return None
+
+
+def pids(proc: Path = Path("/proc")) -> set[int]:
+    """Return the pids of all processes."""
+    return {int(entry.name) for entry in os.scandir(proc) if entry.name.isdigit()}
+
+
+def read_all(proc: Path = Path("/proc"), some: Collection[int] | None = None) -> dict[int, ProcessStat]:
+    """Return the stat of each process by its pid, of all or of ``some``. Zombies are among them."""
+    return {pid: stat for pid in (pids(proc) if some is None else some) if (stat := read(pid, proc)) is not None}

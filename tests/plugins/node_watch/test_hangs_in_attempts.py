@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,12 @@ from toolkit import hang
 from toolkit.base import fsio
 from toolkit.cli import run_facts
 from toolkit.config import JobConfig
-from toolkit.files.run_files import FirstFailure
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.launcher import AllRanksEnded, RanksFinished
-from toolkit.plugins.node_watch import investigation, silence, stack_digest
+from toolkit.nodes.start.launcher import AllRanksEnded, Events, RankActivity, RanksFinished, RankWatchEnded
+from toolkit.plugins.node_watch import investigation, stack_digest
 from toolkit.run.attempt.error_files import read_error_file
 from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor
@@ -41,7 +41,8 @@ class StackReaders(NodeAgents):
 
     def _digest(self, order: Message) -> str:
         standings = [Standing(*standing) for standing in order["standings"]]
-        return stack_digest.digest(Path(order["folder"]), [self._known.get(s.rank, s) for s in standings])
+        folder = RunDir(Path(order["run"])).attempt_logs(order["attempt"])
+        return stack_digest.digest(folder, [self._known.get(s.rank, s) for s in standings])
 
 
 def hangs(ranks: Ranks) -> None:
@@ -114,43 +115,34 @@ def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
     assert (failure["rank"], failure["host"], failure["how"][:16]) == (None, "", "nobody knows who")
 
 
-class OutsideWatch:
-    """Reports the ranks in ``silent`` as silent at once, with these ``stacks``."""
+class ScriptWatchers(StackReaders):
+    """Agents that tell at once of the ranks in ``silent``, in the first attempt, and read ``stacks`` from outside."""
 
-    silent: Sequence[int] = ()
-    stacks: Mapping[int, str] = {}
-    started, closed = 0, 0
+    def __init__(self, ranks: Ranks, silent: Sequence[int] = (), stacks: Mapping[int, str] = {}) -> None:
+        super().__init__()
+        self._ranks, self._silent, self._stacks = ranks, silent, stacks
+        self.watched: list[tuple[int, bool]] = []  #: attempt, and whether its ranks are to be watched from now on
 
-    def __init__(self, run: RunDir, attempt: int, plan: Allocation, environ: object, bound_s: float) -> None:
-        self._folder = run.attempt_logs(attempt)
-        self._is_first = attempt == 1
-        OutsideWatch.started += 1
-        assert bound_s == 0.5
+    def request(self, orders: Mapping[str, Message], heard: Events) -> None:
+        assert [*orders] == ["node1", "node2"]
+        order = orders["node1"]
+        self.watched.append((order["attempt"], bool(order["command"])))
+        for rank in self._silent if self.watched == [(1, True)] else ():
+            self._ranks.events.put(RankActivity(1, rank, "silent", 0.6))
 
-    @property
-    def still_s(self) -> float:
-        return 0.6
-
-    def is_stuck(self) -> bool:
-        return self._is_first and len(self.silent) == 2
-
-    def standings(self) -> list[Standing]:
-        return [Standing(rank, "silent", None, 0.6, False) for rank in self.silent]
-
-    def ask_for_stacks(self) -> None:
-        for rank, text in self.stacks.items():
-            fsio.write_atomic(hang.stack_path(self._folder, rank), text + hang.ANSWERED)
-
-    def close(self) -> None:
-        OutsideWatch.closed += 1
+    def _digest(self, order: Message) -> str:
+        assert order["outside"]
+        assert order["may_end"]
+        for rank, text in self._stacks.items():
+            fsio.write_atomic(hang.stack_path(RunDir(Path(order["run"])).attempt_logs(1), rank), text + hang.ANSWERED)
+        return super()._digest(order)
 
 
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
-    monkeypatch.setattr(silence, "start_watch", OutsideWatch)
-    monkeypatch.setattr(OutsideWatch, "started", 0)
-    monkeypatch.setattr(OutsideWatch, "closed", 0)
-    return OutsideWatch
+def watch_script(run: RunDir, ranks: Ranks, **known: Any) -> ScriptWatchers:
+    """Supervise a script that reports nothing."""
+    agents = ScriptWatchers(ranks, **known)
+    core.supervise_quickly(run, ranks, configs.FOREIGN_JOB, agents)
+    return agents
 
 
 def ends_later(ranks: Ranks) -> None:
@@ -158,63 +150,63 @@ def ends_later(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_foreign_script_that_reports_nothing_is_watched_from_outside(
-    run: RunDir, outside: type[OutsideWatch]
-) -> None:
+def test_a_foreign_script_that_reports_nothing_is_watched_from_outside(run: RunDir) -> None:
     ranks = Ranks(ends_later)
-    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    agents = watch_script(run, ranks)
     assert ranks.signals == []
-    assert (outside.started, outside.closed) == (1, 1)
+    assert agents.watched == [(1, True), (1, False)]
 
 
 @pytest.mark.usefixtures("impatient")
-def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
-    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(run: RunDir) -> None:
     fsio.make_dir(run.attempt_logs(1))
     barrier = (
         "Thread 0x1 (most recent call first):\n"
         '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 1 in barrier\n'
     )
     lock = 'Thread 0x1 (most recent call first):\n  File "/x/train.py", line 8 in hang_for_ever\n'
-    monkeypatch.setattr(outside, "silent", [0, 1])
-    monkeypatch.setattr(outside, "stacks", {0: barrier, 1: lock})
-
-    def says_nothing(ranks: Ranks) -> None:
-        monkeypatch.setattr(investigation, "START_AFTER_SHARE", 0.0)  # no time need pass before the watch begins
-
-    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(AllRanksEnded(0)))
-    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
+    ranks = Ranks(lambda _: None, lambda ranks: ranks.events.put(AllRanksEnded(0)))
+    watch_script(run, ranks, silent=[0, 1], stacks={0: barrier, 1: lock})
     assert ranks.signals == [signal.SIGKILL]
     line, after = run.attempts()
     assert (line.cause, line.decision, after.cause) == ("hang", "restart", "completed")
-    assert line.first_failure == FirstFailure(1, "node2", "silent (train.py:8), 1 s; 1 other in barrier")
+    behind = line.first_failure
+    assert (behind.rank, behind.host) == (1, "node2")
+    assert re.fullmatch(r"silent \(train\.py:8\), [12] s; 1 other in barrier", behind.how)
     assert "in hang_for_ever" in run_facts.facts(run)["first_failure"]["traceback"]
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
-    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others wait for it in NCCL. That is no silence, and NCCL gives up in the end."""
-    monkeypatch.setattr(outside, "silent", [1])
 
     def gives_up(ranks: Ranks) -> None:
         threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
 
-    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(AllRanksEnded(0))), job=configs.FOREIGN_JOB)
+    watch_script(run, Ranks(gives_up, lambda ranks: ranks.events.put(AllRanksEnded(0))), silent=[1])
     assert run.attempts()[0].cause == "crashed"
-    assert "silent for 1 s or longer before: rank 1" in caplog.text
+    assert re.search(r"silent for [12] s or longer before: rank 1\b", caplog.text)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_node_whose_watch_has_ended_is_named_in_the_log(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    def loses_its_watch(ranks: Ranks) -> None:
+        ranks.events.put(RankWatchEnded(1, "node2"))
+        ends_later(ranks)
+
+    watch_script(run, Ranks(loses_its_watch))
+    assert "node node2: the watch for silent ranks has ended, a hang is not noticed: see agent-node2.log" in caplog.text
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
-    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(investigation, "START_AFTER_SHARE", 10.0)
     fsio.make_dir(run.attempt_logs(1))
     ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
-    assert outside.started == 0
     assert [line.cause for line in run.attempts()] == ["hang", "completed"]

@@ -15,6 +15,7 @@ import pytest
 from tests.unit.run.test_user_requests import run  # noqa: F401
 from tests.waiting import wait_for
 from toolkit import hang
+from toolkit.base import fsio
 from toolkit.cli.on_demand import stacks_page
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
@@ -66,15 +67,16 @@ def test_stacks_that_cannot_be_read_are_an_answer_too(run: RunDir) -> None:
     assert "the stacks cannot be shown" in (asked.answer_to(run).refused or "")
 
 
-def test_stacks_from_outside_end_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_from_outside_end_no_process(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without py-spy there is only the kernel's view of the process."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
+    fsio.make_dir(run.attempt_logs(1), parents=1)
     with subprocess.Popen([os.path.realpath("/proc/self/exe"), "-c", "input()"], stdin=subprocess.PIPE) as process:
-        outside_stacks.write_without_end(tmp_path, {3: process.pid})
+        outside_stacks.write(run, 1, {3: [process.pid]}, may_end=False)
         assert process.poll() is None
         process.kill()
-    text = hang.stack_path(tmp_path, 3).read_text()
+    text = hang.stack_path(run.attempt_logs(1), 3).read_text()
     assert f"# process {process.pid}: " in text
     assert text.endswith(hang.ANSWERED)
 

@@ -10,11 +10,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
 from toolkit.plugins.site import doctor
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok
 from toolkit.plugins.site.checks.verdict import NodesReport, judge
-from toolkit.plugins.site.doctor import ask_nodes
+from toolkit.plugins.site.doctor import CheckStep, StepLine, ask_nodes, step_line
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 REQUEST = CheckRequest("/runs/.preflight", "word", [1, 2, 3, 4])
@@ -25,28 +24,29 @@ def line(host: str, *findings: Finding, at: float | None = None) -> str:
     return json.dumps(asdict(CheckAnswer(host, at - 0.2, at, (ok("cpus", "4"), *findings), "node[1-4]")))
 
 
-Lines = dict[str, list[str | ErrorLine]]
+class OfSrun(str):
+    """A line that srun prints, and not one of its tasks."""
 
 
-class Step(LineChannel):
+Lines = dict[str, list[str]]
+
+
+class Step(CheckStep):
     """A step whose tasks say these lines; by default each reports one well node."""
 
-    def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool) -> None:
-        self.events: Events = SimpleQueue()
+    def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str]], *, ends: bool) -> None:
+        self.lines: SimpleQueue[StepLine | None] = SimpleQueue()
         self.began = time.time() - 0.5
         for task, host in enumerate(hosts):
             for text in instead.get(host, [line(host)]):
-                self.events.put(text if isinstance(text, ErrorLine) else NodeLine(task, text, time.time()))
+                self.lines.put(step_line(text if isinstance(text, OfSrun) else f"{task}: {text}", time.time()))
         if ends:
-            self.events.put(ChannelEnded())
-
-    def send(self, line: str) -> None:
-        raise AssertionError("a check is asked once")
+            self.lines.put(None)
 
     def end(self) -> None: ...
 
 
-def asked(instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool = True) -> NodesReport:
+def asked(instead: Mapping[str, Sequence[str]], *, ends: bool = True) -> NodesReport:
     nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, lambda _, hosts: Step(hosts, instead, ends=ends))
     return judge(nodes, took_s, errors)
 
@@ -70,21 +70,21 @@ def test_an_answer_that_srun_has_cut_is_put_together() -> None:
         (['{"check": "cpus"}', "[]", "42"], "could not be checked (42)"),
         (
             [
-                ErrorLine("2: slurmstepd: error: execve(): /env/bin/python: No such file or directory"),
-                ErrorLine("srun: error: node3: task 2: Exited with exit code 2"),
+                OfSrun("2: slurmstepd: error: execve(): /env/bin/python: No such file or directory"),
+                OfSrun("srun: error: node3: task 2: Exited with exit code 2"),
             ],
             "No such file or directory",
         ),
     ],
 )
-def test_a_node_that_fails_is_bad_with_its_last_words(said: Sequence[str | ErrorLine], words: str) -> None:
+def test_a_node_that_fails_is_bad_with_its_last_words(said: Sequence[str], words: str) -> None:
     report = asked({"node3": said})
     assert list(report.bad) == ["node3"]
     assert words in report.bad["node3"]
 
 
 def test_a_task_that_srun_saw_end_is_not_waited_for() -> None:
-    report = asked({"node3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}, ends=False)
+    report = asked({"node3": [OfSrun("srun: error: node3: task 2: Exited with exit code 2")]}, ends=False)
     assert list(report.bad) == ["node3"]
     assert report.took_s < 5
 
@@ -97,7 +97,7 @@ def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names_are_learnt_where_slurm_chooses_the_nodes() -> None:
     """Also the name of a node that says nothing itself."""
-    gone: Lines = {"node 3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}
+    gone: Lines = {"node 3": [OfSrun("srun: error: node3: task 2: Exited with exit code 2")]}
     lines: Lines = {f"node {number}": [line(f"node{number}")] for number in (1, 2, 4)}
     hosts = [f"node {number}" for number in range(1, 5)]
     nodes, errors, took_s = ask_nodes(
@@ -129,7 +129,7 @@ def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
 
     def start(request: CheckRequest, hosts: Sequence[str]) -> Step:
         starts.append((hosts, [request.cpus_of(task) for task in range(len(hosts))]))
-        ends = {host: [ErrorLine(failure), ErrorLine(killed)] for host in hosts if "node2" in hosts}
+        ends = {host: [OfSrun(failure), OfSrun(killed)] for host in hosts if "node2" in hosts}
         return Step(hosts, ends, ends=True)
 
     nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, start)
@@ -151,7 +151,7 @@ def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
 )
 def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> None:
     """The first text was seen when a job was cancelled while its checks began."""
-    report = asked({host: [ErrorLine(text)] for host in HOSTS})
+    report = asked({host: [OfSrun(text)] for host in HOSTS})
     assert report.bad == {}
     assert text in report.common[0]
 
@@ -159,7 +159,7 @@ def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> N
 def test_thousands_of_nodes_with_texts_of_their_own_are_told_apart() -> None:
     hosts = [f"node{number}" for number in range(5000)]
     said: Lines = {
-        host: [f"its own trouble {host}", ErrorLine(f"srun: error: {host}: task {task}: Exited with exit code 1")]
+        host: [f"its own trouble {host}", OfSrun(f"srun: error: {host}: task {task}: Exited with exit code 1")]
         for task, host in enumerate(hosts)
     }
     nodes, errors, took_s = ask_nodes(REQUEST, hosts, lambda _, on: Step(on, said | {"node0": []}, ends=True))

@@ -111,7 +111,7 @@ class Node:
 
     def await_rank(self, attempt: int) -> None:
         """Wait for the end of the rank."""
-        (pid,) = self.processes.pids_of_ranks(attempt).values()
+        (pid,) = (pid for pid, child in self.processes._children.items() if child.attempt == attempt)
         _, status = os.waitpid(pid, 0)
         self.processes.note_end(pid, status)
         assert self.sent[-1]["code"] == 0

@@ -18,6 +18,7 @@ The messages that it receives (``do``) and sends (``is``):
   ``end_store``: kill it. What the store prints is ``output``.
 * ``signalled``: the agent has got SIGTERM, which is for the ranks.
 * ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
+* ``watch_ranks``: watch a script that reports nothing, from outside. Then ``activity`` at each change of a rank.
 * ``stacks``: have a program tell what the ranks of the node do, by their stacks. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``alive``: nothing to do; it shows that the supervisor lives.
@@ -209,6 +210,8 @@ class Agent:
                 self._answer(order)
             case "watch":
                 self._watch_order = order
+            case "watch_ranks":
+                self._monitor.watch_ranks(order)
             case "stage":
                 self._copies.stage(order)
                 if not self._copies:  # it has failed here: what waits for copies does without
@@ -309,8 +312,7 @@ class Agent:
         """Read the stacks of ranks in a separate process: a file server may not answer."""
         given = [Standing(*standing) for standing in order["standings"]]
         standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
-        pids = self._processes.pids_of_ranks(order["attempt"])
-        asked = {**order, "standings": [astuple(rank) for rank in standings], "pids": pids}
+        asked = {**order, "standings": [astuple(rank) for rank in standings]}
 
         def take(text: bytes) -> None:
             with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log

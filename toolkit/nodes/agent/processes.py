@@ -109,14 +109,6 @@ class Processes:
         """True while any process lives."""
         return bool(self._children)
 
-    def pids_of_ranks(self, attempt: int) -> dict[int, int]:
-        """Return the process of each living rank of an attempt. Ranks that srun has started are not known here."""
-        return {
-            c.rank: pid
-            for pid, c in self._children.items()
-            if c.attempt == attempt and c.rank is not None and c.code is None
-        }
-
     # ----------------------------------------------------------------------------------------------------- starting
 
     def warm(self) -> None:
@@ -646,7 +638,7 @@ def receivers(leader: int, number: signal.Signals) -> set[int]:
     started, are that program's. SIGTERM also ends the shells and wrappers above these. What would die of the signal
     while another process handles it does not get it, as a ``tee`` that is written to. If none handles it all get it.
     """
-    stats = {int(path.name): stat for path in Path("/proc").glob("[0-9]*") if (stat := procfs.read(path.name))}
+    stats = procfs.read_all()
     children = defaultdict[int, list[int]](list)
     for pid, stat in stats.items():
         parent = stats.get(stat.parent)

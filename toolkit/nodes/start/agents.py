@@ -27,7 +27,7 @@ from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Messag
 from toolkit.nodes.agent.reports import Digest
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_links import AgentLinks
-from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress
+from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress, RankActivity, RankWatchEnded
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
 log = logs.get(__name__)
@@ -432,6 +432,11 @@ class Agents:
                     self._events.put(MainReport(report))
             case "answer":
                 self._requests.take_answer(host, message)
+            case "activity":
+                activity = RankActivity(message["attempt"], message["rank"], message["state"], message["still_s"])
+                self._events.put(activity)
+            case "watch_ended":
+                self._events.put(RankWatchEnded(message["attempt"], host))
             case "sick":
                 known, what = self.sick_hosts.get(host), str(message["what"])
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}

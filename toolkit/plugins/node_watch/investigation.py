@@ -19,25 +19,26 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
+from queue import SimpleQueue
 from traceback import FrameSummary, StackSummary
 from typing import Any, NamedTuple
 
 from toolkit import hang
 from toolkit.base import fsio, hostlist, logs, reading
+from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RunDir
 from toolkit.hang import STUCK_SHARE, Watchdog
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.agent.reports import merge as merge_digests
 from toolkit.nodes.start.agents import Agents
-from toolkit.nodes.start.launcher import RunningRanks
-from toolkit.plugins.node_watch import silence, stack_digest
+from toolkit.nodes.start.launcher import RankActivity, RankWatchEnded, RunningRanks
+from toolkit.plugins.node_watch import silent_scripts, stack_digest
 from toolkit.plugins.node_watch.outside_stacks import Stack, main_stack, program_line
-from toolkit.plugins.node_watch.silence import NodesWatch
 from toolkit.plugins.node_watch.stack_digest import WAITING, RankGroup, RankStack
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import RankFailure
@@ -57,7 +58,7 @@ class Investigation:
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
         self._context, self._attempt, self._ranks = context, attempt, ranks
-        self._silence: NodesWatch | None = None
+        self._silence: SilentRanks | None = None
         self._has_old_stacks = False  #: the ranks have written stacks before
 
     # ------------------------------------------------------------------------------------ scripts that report nothing
@@ -67,9 +68,25 @@ class Investigation:
         attempt, context = self._attempt, self._context
         bound_s = STUCK_SHARE * context.config.dist.timeout_s
         if self._silence is None and time.time() - attempt.started > START_AFTER_SHARE * bound_s:
-            environ = context.rank_environ(attempt.number)
-            self._silence = silence.start_watch(context.run, attempt.number, attempt.plan, environ, bound_s)
+            self._silence = SilentRanks(attempt.plan.world_size, bound_s)
+            words = [str(context.run.path), str(attempt.number), str(bound_s)]
+            self._have_ranks_watched(bare_python("toolkit.plugins.node_watch.silent_scripts", *words))
         return self._silence is not None and self._silence.is_stuck()
+
+    def _have_ranks_watched(self, command: Sequence[str]) -> None:
+        """Have the agents watch the ranks by ``command``, or without one do so no more."""
+        agents, attempt = self._context.agents, self._attempt
+        assert agents is not None
+        order = {"do": "watch_ranks", "attempt": attempt.number, "command": [*command]}
+        agents.request(dict.fromkeys(attempt.plan.hosts, order), SimpleQueue())  # there is no answer
+
+    def take_activity(self, event: RankActivity | RankWatchEnded) -> None:
+        """Take what a node tells of its ranks."""
+        if isinstance(event, RankWatchEnded):
+            what = "the watch for silent ranks has ended, a hang is not noticed"
+            log.warning("node %s: %s: see agent-%s.log", event.host, what, event.host)
+        elif self._silence is not None:
+            self._silence.take(event)
 
     def still_s(self) -> float:
         """Return for how long they have been silent."""
@@ -87,7 +104,7 @@ class Investigation:
             still_s = min(standing.still_s for standing in silent)
             names = ",".join(str(standing.rank) for standing in silent)
             log.warning("silent for %.0f s or longer before: rank %s", still_s, names)
-        self._silence.close()
+        self._have_ranks_watched([])
 
     # ------------------------------------------------------------------------------------------------------ the stacks
 
@@ -101,8 +118,7 @@ class Investigation:
         else:
             assert self._silence is not None, "it has found the hang"
             ranks = self._by_host(self._silence.standings())
-            self._silence.ask_for_stacks()
-        groups = self._look(ranks, reports)
+        groups = self._look(ranks, reports, outside=reports is None, may_end=reports is None)
         return investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
 
     def answer(self, request_id: str, reports: Watchdog | None) -> None:
@@ -152,10 +168,60 @@ class Investigation:
         return by_host
 
 
+class SilentRanks:
+    """What the nodes tell of the ranks of a script that reports nothing, see :mod:`.silent_scripts`.
+
+    The run hangs when *all* ranks are silent for the bound, since a silent one may wait for another that works. So
+    ranks that wait in NCCL, which keeps a core or the GPU busy, hide a hang.
+    """
+
+    def __init__(self, ranks: int, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._waiting = set(range(ranks))  #: ranks that have not ended
+        self._silent: dict[int, float] = {}  #: by rank: since when, by ``clock``
+        self._confirm_s, self._clock = 2 * silent_scripts.look_every_s(bound_s), clock
+        self._all_silent_since: float | None = None
+
+    def take(self, news: RankActivity) -> None:
+        """Take news of a rank, which replace what was known of it."""
+        self._silent.pop(news.rank, None)
+        self._waiting.add(news.rank)
+        if news.state == silent_scripts.ENDED:
+            self._waiting.discard(news.rank)
+        elif news.state == silent_scripts.HIDDEN:
+            log.warning("rank %d: what it does cannot be seen from its node, so a hang is not noticed", news.rank)
+        elif news.state == silent_scripts.SILENT:
+            self._silent[news.rank] = self._clock() - news.still_s
+
+    def is_stuck(self) -> bool:
+        """True if every living rank has been silent for the bound. Another look since must have confirmed it."""
+        # One rank that works is enough: the others may wait for it.
+        if not self._waiting or self._waiting - self._silent.keys():
+            self._all_silent_since = None
+            return False
+        if self._all_silent_since is None:
+            self._all_silent_since = self._clock()
+        return self._clock() - self._all_silent_since > self._confirm_s
+
+    @property
+    def still_s(self) -> float:
+        """Return for how long all ranks have been silent."""
+        return min(standing.still_s for standing in self.standings())
+
+    def standings(self) -> list[Standing]:
+        """Return how long each silent rank has been silent."""
+        now = self._clock()
+        return [
+            Standing(rank, silent_scripts.SILENT, None, now - since, False)
+            for rank, since in sorted(self._silent.items())
+        ]
+
+
 #: Reads and digests the stacks of a node.
 COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.node_watch.stack_digest")
 #: What a node may take for its digest beside the time that it gives its ranks: an interpreter starts there.
 LATE_S = 5.0
+#: What it may take to read the stacks of scripts from outside.
+OUTSIDE_S = 20.0
 #: The innermost frames that are quoted of a stack: `toolkit why` has room for those of the rank and of one worker.
 FRAMES = 5
 
@@ -172,9 +238,10 @@ def look(
 
     ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
     ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`. Takes at most ``ANSWER_S``
-    and ``LATE_S``.
+    and ``LATE_S``, and ``OUTSIDE_S`` where the stacks are read from outside.
     """
-    answers = agents.ask(_orders(run, attempt, standings, how), stack_digest.ANSWER_S + LATE_S)
+    wait_s = stack_digest.ANSWER_S + LATE_S + (OUTSIDE_S if how.get("outside") else 0.0)
+    answers = agents.ask(_orders(run, attempt, standings, how), wait_s)
     # A node that has not answered is described by its last digest.
     groups: list[RankGroup] = []
     for host, ranks in standings.items():
@@ -199,8 +266,7 @@ def remove_old(agents: Agents, run: RunDir, attempt: int, standings: Mapping[str
 def _orders(
     run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], how: Mapping[str, bool]
 ) -> dict[str, Message]:
-    folder = str(run.attempt_logs(attempt))
-    order: Message = {"do": "stacks", "attempt": attempt, "command": COMMAND, "folder": folder, **how}
+    order: Message = {"do": "stacks", "run": str(run.path), "attempt": attempt, "command": COMMAND, **how}
     return {host: {**order, "standings": [astuple(rank) for rank in ranks]} for host, ranks in standings.items()}
 
 

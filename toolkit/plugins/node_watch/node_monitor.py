@@ -1,12 +1,19 @@
-"""The agent's side of the monitor: a process of its own, :mod:`toolkit.plugins.node_watch.program`."""
+"""The agent's side of what watches its node.
+
+The monitor, :mod:`toolkit.plugins.node_watch.program`, is a process of its own for the whole job. While a script
+reports nothing, :mod:`toolkit.plugins.node_watch.silent_scripts` is another one.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from toolkit.base import logs
 from toolkit.base.this_node import bare_python
@@ -28,7 +35,8 @@ class MonitorProcess:
         self._helpers, self._send = helpers, send
         self._start_at = time.monotonic() + MONITOR_AFTER_S
         self._usage: Message | None = None  #: a sample that has not been taken
-        self._rest = b""  #: the beginning of a line
+        self._lines = _Lines("monitor")
+        self._rank_watch: int | None = None  #: the pid of what watches the ranks
         self._silence = 0  #: heartbeats since its last line
 
     def at_heartbeat(self) -> Message:
@@ -55,13 +63,8 @@ class MonitorProcess:
     def _take(self, data: bytes) -> bool:
         if not data:
             self._note_end("it has closed its output")
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
+        for message in self._lines.cut(data):
             self._silence = 0
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
             match message:
                 case {"usage": usage}:
                     self._usage = usage
@@ -69,6 +72,48 @@ class MonitorProcess:
                     self._send({"is": "sick", "what": what})
                 case {"log": text}:
                     log.warning("%s", text)
-                case _:  # a library of the driver may print, too
-                    log.warning("a line of the node's monitor that is none was ignored: %.80r", line)
         return True
+
+    def watch_ranks(self, order: Message) -> None:
+        """Watch the ranks of a script by the command of ``order``, and send each change. Without one end the watch."""
+        if self._rank_watch in self._helpers.pids:  # else it has ended, and the number may be another process's
+            os.kill(self._rank_watch, signal.SIGKILL)
+        self._rank_watch = None
+        if not order["command"]:
+            return
+        lines, attempt = _Lines("watch for silent ranks"), order["attempt"]
+
+        def take(data: bytes) -> bool:
+            for change in lines.cut(data):
+                self._send({"is": "activity", "attempt": attempt, **change})
+            if not data and self._rank_watch == pid:
+                self._send({"is": "watch_ended", "attempt": attempt})
+            return True
+
+        try:
+            pid = self._rank_watch = self._helpers.start(order["command"], take)
+        except OSError as error:  # no memory or no processes are left: the ranks may go on
+            log.warning("silent ranks are not watched: %s", error)
+            self._send({"is": "watch_ended", "attempt": attempt})
+
+
+class _Lines:
+    """Cuts what a helper prints into lines of JSON."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._rest = name, b""
+
+    def cut(self, data: bytes) -> list[dict[str, Any]]:
+        """Return the objects in the lines that ``data`` completes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if isinstance(message, dict):
+                found.append(message)
+            else:  # a library of the driver may print, too
+                log.warning("a line of the node's %s that is none was ignored: %.80r", self._name, line)
+        return found

@@ -38,39 +38,25 @@ ABORT_LIMIT_S, QUIET_S, LOOK_EVERY_S = 1.5, 0.2, 0.02
 _LAUNCHERS = ("/subprocess.py", "/torch/distributed/elastic/")
 
 
-def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]]) -> None:
-    """Write the stacks of each rank's processes, which are given oldest first. This may end Python processes."""
+def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]], *, may_end: bool) -> None:
+    """Write the stacks of each rank's processes, which are given oldest first.
+
+    ``may_end``: those that py-spy cannot read are ended for their stacks.
+    """
 
     def write_one(rank: int) -> None:
         pids = ranks[rank]
         notes, parents = _notes(pids), _parents(pids)
         texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
-        # Only those that py-spy could not read are ended for their stacks, the youngest first. All processes of the
-        # rank are stopped before: a Python process may react to its child's end, and its stack would be another one
-        # then. A shell would go on with its next line as if the script had finished.
-        unread = [pid for pid, text in texts.items() if not text]
+        # Those that are ended are so youngest first, and all processes of the rank are stopped before: a Python process
+        # may react to its child's end, and its stack would be another one then. A shell would go on with its next line
+        # as if the script had finished.
+        unread = [pid for pid, text in texts.items() if not text and may_end]
         for pid in pids if unread else ():
             _send(pid, signal.SIGSTOP)
         for pid in reversed(unread):
             texts[pid] = _abort(pid, run.rank_log(attempt, rank))
         _write_file(run.attempt_logs(attempt), rank, texts, notes, parents)
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(write_one, ranks))
-
-
-def write_without_end(folder: Path, ranks: Mapping[int, int]) -> None:
-    """Write the stacks of each rank's processes, as far as py-spy can read them.
-
-    ``ranks`` has the first process of each rank. No process is ended.
-    """
-
-    def write_one(rank: int) -> None:
-        pids = [ranks[rank]]
-        for pid in pids:  # grows meanwhile: a parent comes before its children
-            pids += hang.children(pid)
-        texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
-        _write_file(folder, rank, texts, _notes(pids), _parents(pids))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(write_one, ranks))

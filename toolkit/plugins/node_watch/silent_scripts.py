@@ -1,6 +1,7 @@
 """Watches the ranks of a script that reports nothing, from outside, by /proc and by what the GPUs' driver tells.
 
-Runs once on each node, beside the ranks, and needs only Python's own library. A rank is all processes that began with
+The agent of each node starts it when it is asked to, see :mod:`.node_monitor`. It is no part of the monitor, which a
+faulty driver may stop, and needs only Python's own library. A rank is all processes that began with
 its mark in their environment, and all that these have started. A rank is silent while, from one look to the next,
 
 * its processes are the same,
@@ -10,9 +11,9 @@ its mark in their environment, and all that these have started. A rank is silent
 
 torchrun itself does a little of this all the time, so only what it starts counts.
 
-Changes are printed on stdout, in lines of JSON: ``{"rank": 3, "is": "silent", "still_s": 301.5}`` once a rank has been
-silent for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where the activity of its processes cannot
-be seen from here. A line on stdin asks for stacks; the end of stdin ends the watch.
+Changes are printed on stdout, in lines of JSON: ``{"rank": 3, "state": "silent", "still_s": 301.5}`` once a rank has
+been silent for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where the activity of its processes
+cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import sys
 import threading
 import time
@@ -35,7 +35,6 @@ from toolkit.base import procfs
 from toolkit.base.procfs import ProcessStat
 from toolkit.devices.on_node import Gpus, GpusError
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.plugins.node_watch import outside_stacks
 from toolkit.plugins.node_watch.sysfs import open_gpus
 
 #: A share of one core. A rank that waits in a barrier of gloo uses 0.002; its data workers, a twentieth of that.
@@ -99,11 +98,7 @@ class RankProcesses:
 
     def read(self) -> dict[int, Usages]:
         """Return the living processes of each rank."""
-        stats: dict[int, ProcessStat] = {}
-        for entry in self._proc.iterdir():
-            stat = procfs.read(entry.name, self._proc) if entry.name.isdigit() else None
-            if stat is not None and stat.state not in "ZX":  # no zombie
-                stats[int(entry.name)] = stat
+        stats = {pid: stat for pid, stat in procfs.read_all(self._proc).items() if not stat.has_ended}
         alive = {(pid, stat.started_ticks) for pid, stat in stats.items()}
         # Forget processes that have ended.
         self._ranks = {process: rank for process, rank in self._ranks.items() if process in alive}
@@ -120,6 +115,10 @@ class RankProcesses:
             # A launcher's own work is no sign of life.
             found[rank][pid, stat.started_ticks] = NOTHING if self._is_agent(pid, stat, uptime_s) else usage
         return dict(found)
+
+    def pids(self) -> dict[int, list[int]]:
+        """Return the processes of each rank, oldest first."""
+        return {rank: [pid for pid, _ in sorted(usages, key=_start)] for rank, usages in self.read().items()}
 
     def is_traced(self, pid: int) -> bool:
         """True if a debugger holds this process."""
@@ -190,6 +189,10 @@ def is_agent(words: Sequence[str]) -> bool:
         if word == "-c" or not word.startswith("-"):
             return Path(word).name in _AGENT_PROGRAMS
     return False
+
+
+def _start(process: tuple[int, int]) -> int:
+    return process[1]
 
 
 def _variable(name: str, value: str) -> re.Pattern[bytes]:
@@ -280,7 +283,7 @@ class NodeWatch:
         for rank, known in sorted(self._ranks.items()):
             before, known.reported = known.reported, self._state(known)
             if known.reported != before:
-                news.append({"rank": rank, "is": known.reported, "still_s": round(known.still_s, 1)})
+                news.append({"rank": rank, "state": known.reported, "still_s": round(known.still_s, 1)})
         return news
 
     def _state(self, known: _WatchedRank) -> str:
@@ -293,26 +296,12 @@ class NodeWatch:
             known.still_s = 0.0
         return SILENT if known.still_s > self._bound_s else MOVING
 
-    def write_stacks(self, run: RunDir, attempt: int) -> None:
-        """Have the stacks of all ranks of this node written, see :mod:`.outside_stacks`."""
-        pids: dict[int, list[int]] = {}
-        for rank, known in self._ranks.items():
-            if known.usages:
-                pids[rank] = [pid for pid, _ in sorted(known.usages, key=lambda process: process[1])]
-        outside_stacks.write(run, attempt, pids)
-
 
 def main() -> None:
-    """Watch until stdin closes. The argument is a JSON object: run, attempt, bound_s."""
-    asked = json.loads(sys.argv[1])
-    os.umask(0o077)
-    run, attempt, bound_s = RunDir(Path(asked["run"])), int(asked["attempt"]), float(asked["bound_s"])
-    watch = NodeWatch(RankProcesses(run, attempt), bound_s, GpuUse().is_busy)
+    """Watch until the agent ends this process. Arguments: RUN_DIR ATTEMPT BOUND_S."""
+    run_dir, attempt, bound_s = sys.argv[1:]
+    watch = NodeWatch(RankProcesses(RunDir(Path(run_dir)), int(attempt)), float(bound_s), GpuUse().is_busy)
     while True:
         for message in watch.look():
             print(json.dumps(message), flush=True)
-        if select.select([sys.stdin], [], [], look_every_s(bound_s))[0]:
-            if not os.read(sys.stdin.fileno(), 4096):
-                return
-            watch.write_stacks(run, attempt)
-            print(json.dumps({"answered": True}), flush=True)
+        time.sleep(look_every_s(float(bound_s)))

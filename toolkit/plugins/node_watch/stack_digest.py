@@ -1,13 +1,13 @@
 """``python -m toolkit.plugins.node_watch.stack_digest``: what one node's ranks wait for in a hang.
 
 The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
-this process. It reads ``{"folder", "standings"}``: the log folder of the attempt and the ranks in question.
+this process. It reads ``{"run", "attempt", "standings"}``: the run's folder, its attempt and the ranks in question.
 It writes groups, also as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the
 supervisor is short also for many ranks.
 
 ``"whole": true`` adds the stacks: only ranks with equal stacks form a group. ``"outside": true`` first reads the stacks
-of scripts that do not write them, from the processes in ``"pids"``, and ends none. ``"remove": true`` only removes what
-the ranks have written so far.
+of scripts that do not write them, and ends no process; ``"may_end": true`` ends those that cannot be read otherwise.
+``"remove": true`` only removes what the ranks have written so far.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from typing import Any, TypeAlias
 
 from toolkit import hang
 from toolkit.base import reading
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.node_watch import outside_stacks
 from toolkit.plugins.node_watch.outside_stacks import Stack, is_ours, main_stack, program_line
+from toolkit.plugins.node_watch.silent_scripts import RankProcesses
 
 #: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
@@ -244,12 +246,14 @@ def remove(folder: Path, standings: Sequence[Standing]) -> None:
 
 def main() -> None:
     request = json.load(sys.stdin)
-    folder, standings = Path(request["folder"]), [Standing(*standing) for standing in request["standings"]]
+    run, attempt = RunDir(Path(request["run"])), int(request["attempt"])
+    folder, standings = run.attempt_logs(attempt), [Standing(*standing) for standing in request["standings"]]
     if request.get("remove"):
         remove(folder, standings)
         standings = []
     if request.get("outside"):
-        outside_stacks.write_without_end(folder, {int(rank): pid for rank, pid in request["pids"].items()})
+        pids = RankProcesses(run, attempt).pids()
+        outside_stacks.write(run, attempt, pids, may_end=bool(request.get("may_end")))
     print(digest(folder, standings, whole=bool(request.get("whole"))), flush=True)
     os._exit(0)  # a thread may hang in a read
 

@@ -7,7 +7,6 @@ job's control group is taken where there is one, else that of its processes.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -143,10 +142,10 @@ class JobProcesses:
         return _Totals(cpu_s, start_up_s, max(0, memory - self._twice_bytes), shared, read, written)
 
     def _find(self) -> dict[int, ProcessStat]:
-        here = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdigit()}
+        here = procfs.pids(self._proc)
         self._others &= here
         self._roots = {pid: root for pid, root in self._roots.items() if pid in here}
-        stats = {pid: stat for pid in here - self._others if (stat := procfs.read(pid, self._proc)) is not None}
+        stats = procfs.read_all(self._proc, here - self._others)
         uptime_s = self._uptime_s()
         for pid in stats:
             self._sort(pid, stats, uptime_s)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import platform
 import re
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit import __version__
@@ -25,8 +28,8 @@ from toolkit.config import JobConfig
 from toolkit.devices import kinds
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
+from toolkit.nodes.start.children import start_child
 from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
-from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, open_channel, without_label
 from toolkit.nodes.start.srun import parse_srun_line
 from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest
 from toolkit.plugins.site.checks.host import CORE, MEMORY
@@ -36,8 +39,8 @@ from toolkit.plugins.site.proof import Proof, prove
 from toolkit.plugins.site.site_profile import USED, PartitionRecord, SiteProfile, missing_programs, read_site
 from toolkit.run.submission import executors
 from toolkit.slurm.commands import PROBE_TIMEOUT_S, Slurm
-from toolkit.slurm.environment import submit_environment
-from toolkit.slurm.srun_commands import srun_nodes_argv
+from toolkit.slurm.environment import step_environment, submit_environment
+from toolkit.slurm.srun_commands import SrunStep, srun_argv, srun_nodes_argv
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
 COLUMNS = {
@@ -80,8 +83,8 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
         options = [f"--cpus-per-task={cpus}", *executors.srun_options(config)]
         log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
 
-        def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
-            return LineChannel(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
+        def start(request: CheckRequest, hosts: Sequence[str]) -> CheckStep:
+            return CheckStep(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
 
         names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
         return _ask(shared, request, names, start, is_queued=True)
@@ -110,11 +113,11 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
         peer=LAUNCHER if in_job else "127.0.0.1",
     )
 
-    def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
+    def start(request: CheckRequest, hosts: Sequence[str]) -> CheckStep:
         # Without Slurm there is only this machine, and no srun.
         if not in_job:
-            return LineChannel(command(request), environ)
-        return open_channel(command(request), hosts, environ, allocation.gres(allocation.hosts))
+            return CheckStep(command(request), environ)
+        return _step_in_job(command(request), hosts, environ, allocation.gres(allocation.hosts))
 
     return _ask(shared, request, allocation.hosts[:count], start)
 
@@ -317,8 +320,65 @@ _CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
 _UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
 _NAME = re.compile(r"[\w.-]+")
 
+
+@dataclass(frozen=True)
+class StepLine:
+    """A line of the step. ``task`` has printed it, or srun itself. ``received``: by this process's clock."""
+
+    task: int | None
+    text: str
+    received: float
+
+
+class CheckStep:
+    """The step of srun that makes the checks, or without Slurm the checks of this machine. It reads their lines."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
+        self.lines: SimpleQueue[StepLine | None] = SimpleQueue()  #: None: no more will come
+        self.began = time.time()
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._process = start_child(
+            argv, environ, end_by=signal.SIGTERM, pass_fds=descriptors, text=True, errors="replace", **pipes
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for line in output:
+                self.lines.put(step_line(line.rstrip("\n"), time.time()))
+        self.lines.put(None)
+
+    def end(self) -> None:
+        """End the step, without waiting for a task that hangs."""
+        self._process.terminate()
+
+
+def step_line(line: str, received: float) -> StepLine:
+    """Return what a line is, by the label of ``srun --label``. Without srun only an answer has a task."""
+    label, colon, text = line.partition(": ")
+    if colon and label.strip().isdigit():
+        return StepLine(int(label), text, received)
+    return StepLine(0 if line.startswith(ANSWER_HEAD) else None, line.strip(), received)
+
+
+def _step_in_job(
+    command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str], gres: str | None
+) -> CheckStep:
+    """Start ``command`` once on each of these nodes of the job, on every CPU, with the memory that is there."""
+    host_file = os.memfd_create("hosts")  # not on a disk: the checks find out whether one can be written
+    try:
+        os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
+        variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
+        options = ["--cpu-bind=none", "--mem=0", "--label"]
+        step = SrunStep(command, hosts, None, None, gres=gres, overlap=True, extra=options)
+        return CheckStep(srun_argv(step), variables, [host_file])
+    finally:
+        os.close(host_file)
+
+
 #: Starts the checks on these hosts, or on as many as Slurm chooses.
-Start = Callable[[CheckRequest, Sequence[str]], LineChannel]
+Start = Callable[[CheckRequest, Sequence[str]], CheckStep]
 
 
 def ask_nodes(
@@ -346,12 +406,11 @@ def ask_nodes(
 class _Answers:
     """What the tasks of one step print, and what srun prints about them."""
 
-    def __init__(self, hosts: Sequence[str], channel: LineChannel, is_queued: bool) -> None:
+    def __init__(self, hosts: Sequence[str], step: CheckStep, is_queued: bool) -> None:
         self.nodes = [Heard(host) for host in hosts]
         self._names = list(hosts)
         self.errors: list[str] = []
-        self._channel = channel
-        self._asked = channel.began
+        self._step, self._asked = step, step.began
         self._deadline = None if is_queued else time.monotonic() + LIMIT_S
         self._has_begun = False
         self._awaited = set(range(len(hosts)))
@@ -365,48 +424,44 @@ class _Answers:
     def listen(self) -> None:
         """Read until all have answered or ended, or time is up."""
         try:
-            while self._awaited and not isinstance(event := self._next(), ChannelEnded):
-                if isinstance(event, NodeLine):
-                    self._take(event)
+            while self._awaited and (line := self._next()) is not None:
+                if line.task is not None:
+                    self._take(line, line.task)
                     continue
-                # A line that is no answer: a node's own, which is labeled, or srun's.
-                task, words = without_label(event.text)
-                if task is not None and task < len(self.nodes):
-                    self._last_words[task] = words.strip()
-                    continue
-                self.errors.append(event.text)
+                self.errors.append(line.text)
                 # Tasks that failed according to srun are not waited for.
-                failed = parse_srun_line(event.text, self._names)
+                failed = parse_srun_line(line.text, self._names)
                 if isinstance(failed, (RanksExited, LaunchFailed)):
                     self._awaited -= {*failed.ranks}
         except Empty:
             pass
         finally:
-            self._channel.end()
+            self._step.end()
         # Note why a node has not answered. Each of srun's lines is read once: there may be thousands.
         complaints: dict[str, str] = {}
-        for line in self.errors:
-            if not _CONSEQUENCE.search(line):
-                complaints |= {name: line for name in _NAME.findall(line) if name not in complaints}
+        for text in self.errors:
+            if not _CONSEQUENCE.search(text):
+                complaints |= {name: text for name in _NAME.findall(text) if name not in complaints}
         for task, node in enumerate(self.nodes):
             if node.findings is None:
-                node.failure = "; ".join(filter(None, [complaints.get(node.name), self._last_words.get(task)]))
+                last_words = self._last_words.get(task, "").strip()
+                node.failure = "; ".join(filter(None, [complaints.get(node.name), last_words]))
 
-    def _next(self) -> NodeLine | ErrorLine | ChannelEnded:
+    def _next(self) -> StepLine | None:
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        return self._channel.events.get(timeout=left_s)
+        return self._step.lines.get(timeout=left_s)
 
-    def _take(self, line: NodeLine) -> None:
-        if line.task >= len(self.nodes):
+    def _take(self, line: StepLine, task: int) -> None:
+        if task >= len(self.nodes):
             return
         # The rest of an answer that srun has cut belongs behind its first part.
         text = line.text
         if not text.startswith(ANSWER_HEAD):
-            text = self._last_words.get(line.task, "") + text
+            text = self._last_words.get(task, "") + text
         try:
             answer = CheckAnswer.parse(text)
         except (ValueError, TypeError, KeyError):  # srun cuts a labeled line after 1,024 bytes
-            self._last_words[line.task] = text if text.startswith(ANSWER_HEAD) else line.text
+            self._last_words[task] = text if text.startswith(ANSWER_HEAD) else line.text
             return
         if not self._has_begun:
             self._has_begun, self._deadline = True, self._deadline or time.monotonic() + LIMIT_S
@@ -414,12 +469,12 @@ class _Answers:
             self._asked = max(self._asked, line.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
             # Also name the nodes that stay silent: without chosen nodes their names are unknown.
             names = hostlist.expand(answer.nodes) if answer.nodes else []
-            for task, name in enumerate(names[: len(self.nodes)]):
-                self._name(task, name)
-        self._name(line.task, answer.node)
-        node = self.nodes[line.task]
+            for each, name in enumerate(names[: len(self.nodes)]):
+                self._name(each, name)
+        self._name(task, answer.node)
+        node = self.nodes[task]
         node.take(answer, self._asked, line.received, answer.began, answer.ended)
-        self._awaited.discard(line.task)
+        self._awaited.discard(task)
 
     def _name(self, task: int, name: str) -> None:
         self.nodes[task].name = self._names[task] = name

@@ -32,9 +32,11 @@ from toolkit.nodes.start.launcher import (
     MainReport,
     NodeFailed,
     Progress,
+    RankActivity,
     RanksExited,
     RanksFinished,
     RanksSignalled,
+    RankWatchEnded,
     RunningRanks,
     Store,
     StoreHostEnded,
@@ -206,6 +208,8 @@ class AttemptLoop:
                 attempt.note_heard(host, ranks)
             case Progress(host, digest) if digest.attempt == attempt.number:
                 self._hangs.hear(host, digest)
+            case RankActivity() | RankWatchEnded() if event.attempt == attempt.number:
+                self._hangs.take_activity(event)
             # Ends and failures: after the first one the other ranks are killed soon.
             case RanksExited():
                 self._take_exit(event)
@@ -391,6 +395,10 @@ class HangWatch:
         if self._reports is None:
             self._reports = Watchdog(self._context.config.dist.timeout_s)
         self._reports.hear(host, digest)
+
+    def take_activity(self, event: RankActivity | RankWatchEnded) -> None:
+        """Take what a node tells of the ranks of a script that reports nothing."""
+        self._investigation.take_activity(event)
 
     def look(self) -> None:
         """Kill the ranks if they hang.

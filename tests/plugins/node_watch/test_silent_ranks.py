@@ -1,42 +1,35 @@
-"""When all ranks count as silent, by the lines of the nodes."""
+"""When all ranks count as silent, by what the nodes tell."""
 
 from __future__ import annotations
 
-import json
-import logging
-import time
-from typing import Any
+import sys
+from pathlib import Path
 
 import pytest
 
-from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
-from toolkit.plugins.node_watch.silence import NodesWatch
+from tests.unit.nodes.test_agents import Site
+from tests.waiting import wait_for
+from toolkit import hang
+from toolkit.base.this_node import bare_python
+from toolkit.files.rundir import RANK_VARIABLE
+from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.start.launcher import RankActivity, RankWatchEnded
+from toolkit.plugins.node_watch import investigation
+from toolkit.plugins.node_watch.investigation import SilentRanks
 
 BOUND_S = 300.0
 CONFIRMED_S = 21.0  #: two looks
 
 
-class Nodes(LineChannel):
+class Nodes:
     """Two nodes with two ranks each, and a clock."""
 
     def __init__(self) -> None:
-        self.events: Events = Events()
-        self.began = 0.0
         self.now = 1000.0
-        self.asked: list[str] = []
-        self.watch = NodesWatch(self, Allocation(("n1", "n2"), (2, 2), 1), BOUND_S, lambda: self.now)
-
-    def send(self, line: str) -> None:
-        self.asked.append(line)
-
-    def end(self) -> None: ...
+        self.watch = SilentRanks(4, BOUND_S, lambda: self.now)
 
     def say(self, rank: int, state: str, still_s: float = 301.0) -> None:
-        self.says({"rank": rank, "is": state, "still_s": still_s})
-
-    def says(self, message: Any) -> None:
-        self.events.put(NodeLine(0, json.dumps(message), time.time()))
+        self.watch.take(RankActivity(1, rank, state, still_s))
 
     def is_stuck(self, after_s: float = 0.0) -> bool:
         self.now += after_s
@@ -93,25 +86,26 @@ def test_ended_ranks_are_not_waited_for_and_a_run_without_ranks_does_not_hang() 
     assert not nodes.is_stuck(1000)
 
 
-def test_stacks_are_waited_for_until_each_node_has_answered_or_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    nodes = Nodes()
-    nodes.says({"answered": True})
-    nodes.says({"answered": True})
-    nodes.watch.ask_for_stacks()
-    assert nodes.asked == ["stacks"]
-    nodes = Nodes()
-    nodes.says({"answered": True})
-    nodes.events.put(ErrorLine("srun: error: Node failure on n2"))
-    nodes.events.put(ChannelEnded())
-    with caplog.at_level(logging.WARNING):
-        nodes.watch.ask_for_stacks()
-    assert "a hang is not noticed: srun: error: Node failure on n2" in caplog.text
+def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    mark = f"{RANK_VARIABLE}={site.run.mark_of_rank(1, 0)}"
+    site.start(f"exec env {mark} PYTHONFAULTHANDLER=1 {sys.executable} -c 'import time; time.sleep(600)'")
+    command = bare_python("toolkit.plugins.node_watch.silent_scripts", str(site.run.path), "1", "0.5")
 
+    def watches() -> list[int]:
+        return [
+            pid for pid in hang.children(site.agent) if "silent_scripts" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
 
-def test_lines_that_are_no_words_of_ours_change_nothing() -> None:
-    nodes = Nodes()
-    messages: list[Any] = [[], 1, "x", {}, {"rank": "x"}, {"rank": 0, "is": "silent", "still_s": None}]
-    for message in messages:
-        nodes.says(message)
-    assert not nodes.is_stuck()
-    assert nodes.watch.standings() == []
+    site.agents.request({"here": {"do": "watch_ranks", "attempt": 1, "command": command}}, site.events)
+    news = site.next()
+    assert (news.attempt, news.rank, news.state) == (1, 0, "silent")
+    assert news.still_s > 0.5
+    ranks = {"here": [Standing(0, "silent", None, news.still_s, False)]}
+    (group,) = investigation.look(site.agents, site.run, 1, ranks, {}, outside=True, may_end=True)
+    assert (group.ranks, group.doing, group.has_answered) == ((0,), "silent", True)
+    assert len(watches()) == 1
+    site.agents.request({"here": {"do": "watch_ranks", "attempt": 1, "command": []}}, site.events)
+    wait_for(lambda: not watches(), 5, "the end of the watch")
+    site.close()
+    assert not any(isinstance(site.events.get(), RankWatchEnded) for _ in range(site.events.qsize()))

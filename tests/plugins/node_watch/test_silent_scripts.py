@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.devices.on_node import Gpus, GpusError, Load
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.plugins.node_watch import silent_scripts as node_watch
+from toolkit.plugins.node_watch import silent_scripts
 from toolkit.plugins.node_watch.silent_scripts import GpuUse, NodeWatch, RankProcesses
 
 RUN = RunDir(Path("/runs/mine/20261122-1"))
@@ -99,7 +99,7 @@ def looks(
     while machine.now < until:
         machine.now += 10
         each(machine.now)
-        said += ["rank {rank} {is} {still_s:.0f}".format(**message) for message in watch.look()]
+        said += ["rank {rank} {state} {still_s:.0f}".format(**message) for message in watch.look()]
     return said
 
 
@@ -241,7 +241,7 @@ def test_time_in_which_the_whole_job_was_suspended_does_not_count(machine: Machi
     ],
 )
 def test_torchrun_is_known_by_what_it_was_started_as(command: str, answer: bool) -> None:
-    assert node_watch.is_agent(command.split()) is answer
+    assert silent_scripts.is_agent(command.split()) is answer
 
 
 def test_of_torchrun_only_counts_what_it_starts(machine: Machine) -> None:
@@ -268,7 +268,7 @@ def test_a_driver_that_fails_or_does_not_answer_says_nothing(monkeypatch: pytest
         raise GpusError("no devices were found")
 
     assert not GpuUse(fails).is_busy()
-    monkeypatch.setattr(node_watch, "GPU_WAIT_S", 0.01)
+    monkeypatch.setattr(silent_scripts, "GPU_WAIT_S", 0.01)
     use = GpuUse(lambda _: __import__("time").sleep(60))
     assert not use.is_busy()
     assert not use.is_busy()  # and no second thread waits for it
