@@ -94,7 +94,7 @@ def test_an_agent_without_supervisor_has_the_batch_host_looked_after(agent: Watc
 def test_a_silent_agent_is_known_by_its_host_until_it_speaks_again(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("sleep 600")
-    await_true(lambda: bool(site.agents.links.hosts))
+    await_true(lambda: bool(site.agents.hosts))
     os.kill(site.agent, signal.SIGSTOP)
     await_true(lambda: site.agents.silent_hosts == {"here"})
     assert not site.agents.unsure_hosts, "the node lives: its kernel acknowledges heartbeats"

@@ -123,7 +123,7 @@ def serve(nodes: int) -> Mapping[str, float]:
         agents = Agents(rundir.create("scale", Path(folder)), allocation, starter)
         agents.open({}, events, user)
         began = time.monotonic()
-        agents.links.call(lambda: agents.ensure(hosts))
+        agents.ensure(hosts)
         while user.there < nodes:
             assert time.monotonic() - began < LIMIT_S
             time.sleep(0.01)
@@ -134,7 +134,7 @@ def serve(nodes: int) -> Mapping[str, float]:
         asked_s = time.monotonic() - began
         began = time.monotonic()
         # The supervisor reads the end of the connection, as when the node's agent has died.
-        agents.links.call(lambda: agents.links._peers["node1"].connection.shutdown(socket.SHUT_RD))
+        agents._peers["node1"].connection.shutdown(socket.SHUT_RD)
         lost_s = user.lost.get(timeout=LIMIT_S) - began
         used_kb = _resident_kb() - before_kb
         agents.close()

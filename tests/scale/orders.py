@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -31,8 +32,8 @@ def start(nodes: int) -> Mapping[str, float]:
     def send(host: str, order: Message) -> None:
         sizes.append(len(json.dumps(order)))
 
-    links = SimpleNamespace(hosts={*hosts}, send=send, call=lambda what: what())
-    agents: Any = SimpleNamespace(links=links, environ=dict(os.environ), reports_token="1", ensure=lambda _: None)
+    known = {"environ": dict(os.environ), "reports_token": "1", "ensure": lambda _: None}
+    agents: Any = SimpleNamespace(hosts={*hosts}, send=send, lock=nullcontext(), **known)
     events: SimpleQueue[Any] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         launcher = AgentLauncher(rundir.create("scale", Path(folder)), allocation, agents)

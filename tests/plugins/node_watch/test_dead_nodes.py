@@ -50,10 +50,6 @@ class Network:
     # what agents tell
 
     @property
-    def links(self) -> Network:
-        return self
-
-    @property
     def heard_hosts(self) -> frozenset[str]:
         return frozenset(self.hosts)
 

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import venv
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
@@ -34,12 +34,9 @@ class NoAgents:
     """Plays the agents of all nodes, and keeps what they are sent."""
 
     def __init__(self) -> None:
-        self.links, self.hosts, self.listeners = self, HOSTS, ()
+        self.lock, self.hosts, self.listeners = nullcontext(), HOSTS, ()
         self.silent_hosts: frozenset[str] = frozenset()
         self.sent: list[tuple[str, Any]] = []
-
-    def call(self, call: Callable[[], None]) -> None:
-        call()
 
     def send(self, host: str, message: Any) -> None:
         self.sent.append((host, message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ ALLOCATION = Allocation(("node1", "node2", "node3"), (2, 2, 1), 4, job_id="7")
 
 def environments(folder: Path, allocation: Allocation, environ: dict[str, str]) -> list[dict[str, str]]:
     """Return what each rank's order adds to the environment of its agent, by rank."""
-    links = SimpleNamespace(call=lambda what: None)
-    agents: Any = SimpleNamespace(links=links, environ=environ, reports_token="1")
+    agents: Any = SimpleNamespace(
+        lock=nullcontext(), hosts=(), ensure=lambda _: None, environ=environ, reports_token="1"
+    )
     launcher = AgentLauncher(rundir.create("test", folder), allocation, agents)
     store: Any = launcher.start_store(1, allocation.world_size, "node1", environ, SimpleQueue())
     step: Any = launcher.start(1, allocation, [*MODULE, "toolkit", "run"], environ, SimpleQueue(), store)

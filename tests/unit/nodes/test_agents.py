@@ -9,10 +9,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Event, Timer
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ from toolkit.nodes.agent import link
 from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, addresses
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import agent_launcher, agent_links, agent_starters, agents, children
+from toolkit.nodes.start import agent_launcher, agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent
 from toolkit.nodes.start.agents import Agents, AgentUser, Endpoint, NodeAnswered, NodeSilent
@@ -81,9 +81,7 @@ class Site:
 
     def die(self) -> None:
         """End as by SIGKILL, without a message to the agents."""
-        links = self.agents.links
-        links.call(links.close)
-        await_true(lambda: links._waker.fileno() < 0)
+        self.agents.disconnect()
 
     def close(self) -> None:
         self.agents.close()
@@ -330,16 +328,10 @@ def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
     """As where Slurm suspends the whole job: all clocks have gone on meanwhile."""
     site = Site(tmp_path)
     site.start(f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
-    await_true(lambda: site.agents.links.hosts)
+    await_true(lambda: site.agents.hosts)
     monkeypatch.setattr(agents, "UNHEARD_S", 3.0)
-    stopped = Event()
-
-    def stop() -> None:
-        time.sleep(5)  # the thread that serves the links stands still for longer than an agent may be silent
-        stopped.set()
-
-    site.agents.links.call(stop)
-    assert stopped.wait(TIMEOUT_S)
+    with site.agents.lock:
+        time.sleep(5)  # the thread that serves the agents stands still for longer than an agent may be silent
     (tmp_path / "go").touch()
     assert site.next() == AllRanksEnded(0)
     site.close()
@@ -445,8 +437,8 @@ def test_strangers_get_nothing_and_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They send nothing, garbage, or half a frame or one too long. They are more than the limit allows."""
-    monkeypatch.setattr(agent_links, "STRANGER_S", 0.5)
-    monkeypatch.setattr(agent_links, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(agents, "STRANGER_S", 0.5)
+    monkeypatch.setattr(agents, "MAX_STRANGERS", 8)
     site = Site(tmp_path)
     step = site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
@@ -474,61 +466,63 @@ def test_strangers_get_nothing_and_change_nothing(
     site.close()
 
 
+class Connected(AgentUser):
+    """Notes the hosts whose agents have connected, have sent something or have ended."""
+
+    def __init__(self) -> None:
+        self.hosts: SimpleQueue[str] = SimpleQueue()
+
+    def agent_connected(self, host: str) -> None:
+        self.hosts.put(host)
+
+    def take_message(self, host: str, message: Any) -> None:
+        self.hosts.put(host)
+
+    def agent_ended(self, host: str, why: str) -> None:
+        self.hosts.put(host)
+
+
+@contextlib.contextmanager
+def returning(folder: Path, *hosts: str) -> Iterator[tuple[Agents, Connected, dict[str, tuple[socket.socket, Any]]]]:
+    """The agents of ``hosts``, which all connect, and then return to another supervisor."""
+    starter: Any = SimpleNamespace(note_connected=lambda host: None, close=lambda: None)
+    run, user = rundir.create("agents", folder), Connected()
+    at = Endpoint.open(run, ["here"], os.environ)
+    at.secret_file.write_bytes(at.secret)
+    site = Agents(run, Allocation(hosts, (1,) * len(hosts), 1), starter, at)
+    site.open(os.environ, SimpleQueue(), user, again=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(at.listening.close)
+        stack.callback(site.disconnect)
+        connections = [
+            stack.enter_context(socket.create_connection(at.listening.getsockname(), TIMEOUT_S)) for _ in hosts
+        ]
+        played = {}
+        for host, connection in zip(hosts, connections, strict=True):
+            agent = AuthenticatedLink(at.secret, "agent")
+            agent.receive(connection.recv(32, socket.MSG_WAITALL))
+            connection.sendall(agent.greeting + agent.send({"is": "here", "host": host, "start": 0, "again": True}))
+            played[host] = connection, agent
+        assert {user.hosts.get(timeout=TIMEOUT_S) for _ in hosts} == {*hosts}
+        yield site, user, played
+
+
 def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp_path: Path) -> None:
     """They start at the same moment. Before, all but 256 were refused at once, and their nodes had no agents."""
-    listening, secret, hosts = socket.create_server(("127.0.0.1", 0), backlog=4096), secrets.token_bytes(32), 400
-    came: SimpleQueue[str] = SimpleQueue()
-    listener: Any = SimpleNamespace(
-        heartbeat_s=1.0, agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None
-    )
-    listener.admits = lambda *_: True
-    links = agent_links.AgentLinks(listening, secret, listener, hosts)
-    links.start()
-    with contextlib.ExitStack() as stack:
-        agents = [
-            stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S)) for _ in range(hosts)
-        ]
-        greetings = [agent.recv(32, socket.MSG_WAITALL) for agent in agents]
-        for number, (agent, greeting) in enumerate(zip(agents, greetings, strict=True)):
-            link = AuthenticatedLink(secret, "agent")
-            link.receive(greeting)
-            agent.sendall(link.greeting + link.send({"is": "here", "host": f"node{number}"}))
-        assert {came.get(timeout=TIMEOUT_S) for _ in agents} == {f"node{number}" for number in range(hosts)}
-        links.call(links.close)
+    with returning(tmp_path, *(f"node{number}" for number in range(400))) as (site, _, _):
+        assert len(site.hosts) == 400
 
 
-def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links() -> None:
+def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_rest(tmp_path: Path) -> None:
     """Before, its connection was closed twice. That ended the thread, and with it the supervisor."""
-    listening, secret = socket.create_server(("127.0.0.1", 0)), secrets.token_bytes(32)
-    happened: SimpleQueue[Any] = SimpleQueue()
-    is_busy, gate = Event(), Event()
-    listener: Any = SimpleNamespace(
-        heartbeat_s=1.0, admits=lambda *_: True, agent_came=happened.put, time_passed=lambda: None
-    )
-    listener.take_message = lambda *_: (is_busy.set(), gate.wait(TIMEOUT_S))
-    listener.agent_left, listener.broke = lambda host, _: happened.put(host), happened.put
-    links = agent_links.AgentLinks(listening, secret, listener, 2)
-    links.start()
-    with contextlib.ExitStack() as stack:
-        agents = {}
-        for host in ("busy", "lost"):
-            agent = stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S))
-            agents[host] = agent, AuthenticatedLink(secret, "agent")
-            agents[host][1].receive(agent.recv(32, socket.MSG_WAITALL))
-            agent.sendall(agents[host][1].greeting + agents[host][1].send({"is": "here", "host": host}))
-            assert happened.get(timeout=TIMEOUT_S) == host
-        # While the thread is busy both come: the order to drop the node, then the node's own message.
-        for host in ("busy", "lost"):
-            agent, link = agents[host]
-            agent.sendall(link.send({"is": "alive"}))
-            if host == "busy":
-                assert is_busy.wait(TIMEOUT_S)
-                links.call(lambda: links.drop("lost", "given up"))
-        gate.set()
-        assert happened.get(timeout=TIMEOUT_S) == "lost"
-        links.call(lambda: happened.put("still there"))
-        assert happened.get(timeout=TIMEOUT_S) == "still there"
-        links.call(links.close)
+    with returning(tmp_path, "node1", "node2") as (site, user, played):
+        with site.lock:
+            for connection, agent in played.values():
+                connection.sendall(agent.send({"is": "signalled"}))
+            time.sleep(0.2)  # the thread has seen that both have sent something, and waits for the lock
+            site.drop("node2", "given up")
+        assert [user.hosts.get(timeout=TIMEOUT_S) for _ in range(2)] == ["node2", "node1"]
+        assert site.hosts == {"node1"}
 
 
 def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None:
@@ -536,7 +530,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
-    (peer,) = site.agents.links._peers.values()
+    (peer,) = site.agents._peers.values()
     overheard = AuthenticatedLink(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
     words = overheard.greeting + overheard.send({"is": "here", "host": "here", "again": False})
@@ -560,7 +554,7 @@ def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_s
         while not orders:
             orders, _ = late.receive(connection.recv(1 << 16))
     assert orders == [{"do": "leave"}]
-    assert site.agents.links.hosts == {"here"}
+    assert site.agents.hosts == {"here"}
     assert not gone(site.agent)
     site.close()
 
@@ -623,7 +617,7 @@ def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path
     site = Site(tmp_path)
     opened(site, PYTHONHOME="/nowhere")
     if is_late:
-        await_true(lambda: bool(site.agents._requests.missing))
+        await_true(lambda: bool(site.agents._missing))
     check(site, ["true"])
     silent = site.next()
     assert isinstance(silent, NodeSilent)
@@ -683,7 +677,7 @@ def reporting(folder: Path, lines: str) -> str:
     """Return the command of a rank that imports no torch. It reports as the toolkit's ranks do."""
     script = folder / "rank.py"
     script.write_text(REPORTS + lines)
-    return f"PYTHONPATH={Path(agent_links.__file__).parents[3]} exec {sys.executable} {script}"
+    return f"PYTHONPATH={Path(agents.__file__).parents[3]} exec {sys.executable} {script}"
 
 
 def until(site: Site, kind: type[Any]) -> list[Any]:
@@ -771,7 +765,7 @@ def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> No
 def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("sleep 600")
-    await_true(lambda: bool(site.agents.links.hosts))
+    await_true(lambda: bool(site.agents.hosts))
     os.kill(site.agent, signal.SIGSTOP)
     Timer(0.2, os.kill, (site.agent, signal.SIGKILL)).start()
     assert site.agents.ask({"here": {"do": "hear_ranks"}, "away": {"do": "hear_ranks"}}, 10 * TIMEOUT_S) == {}
@@ -782,12 +776,12 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
     """No other process would end these ranks."""
     site = Site(tmp_path)
     site.start("sleep 600")
-    await_true(lambda: bool(site.agents.links.hosts))
+    await_true(lambda: bool(site.agents.hosts))
     outbox = Outbox(addresses(site.agents.reports_token))
     report = RankReport(1, 5, "in a step", 7, 0).as_bytes()
     assert outbox.send(report, TIMEOUT_S)
     until(site, FirstReports)
-    site.agents.links.call(lambda: site.agents.links.drop("here", "lost"))
+    site.agents.drop("here", "lost")
 
     def is_refused() -> bool:
         try:

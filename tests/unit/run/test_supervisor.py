@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,9 +136,8 @@ class NodeAgents:
 
     def ask_for_unanswered(self) -> None: ...
 
-    @property
-    def links(self) -> Any:
-        return SimpleNamespace(last_sign=lambda host: 0.0)
+    def last_sign(self, host: str) -> float:
+        return 0.0
 
     def host_at(self, address: str) -> str | None: ...
 

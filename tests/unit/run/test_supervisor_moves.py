@@ -16,6 +16,7 @@ from toolkit.base.errors import SlurmRefusedError
 from toolkit.cli import notes, run_facts, show
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files.rundir import RunDir
+from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
@@ -37,7 +38,8 @@ class Agents(NodeAgents):
         self.sick_hosts: dict[str, str] = {}
         self.dismissed: list[str] = []
 
-    def dismiss(self, host: str) -> None:
+    def send(self, host: str, message: Message) -> None:
+        assert message == {"do": "leave"}
         self.dismissed.append(host)
 
 

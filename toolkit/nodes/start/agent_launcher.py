@@ -16,7 +16,6 @@ from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.link import Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import foreign
-from toolkit.nodes.start.agent_links import AgentLinks
 from toolkit.nodes.start.agents import Agents, AgentUser
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
@@ -40,10 +39,10 @@ from toolkit.slurm.placement import Placement, rank_environment
 class AgentStore:
     """The store of one attempt, on the supervisor's node: a :class:`~toolkit.nodes.start.launcher.Store`."""
 
-    def __init__(self, attempt: int, host: str, events: Events, links: AgentLinks) -> None:
+    def __init__(self, attempt: int, host: str, events: Events, agents: Agents) -> None:
         self.attempt = attempt
         self.port: int | None = None
-        self.events, self._host, self._links = events, host, links
+        self.events, self._host, self._agents = events, host, agents
         self._text = ""
         self._on_ready: list[Callable[[], None]] = []
         self.is_closing = False
@@ -51,17 +50,17 @@ class AgentStore:
 
     def propose(self, kind: str, by: str) -> None:
         text = json.dumps({"propose": kind, "by": by}) + "\n"
-        self._links.call(lambda: self.when_ready(lambda: self._send(do="tell", text=text)))
+        with self._agents.lock:
+            self.when_ready(lambda: self._send(do="tell", text=text))
 
     def close(self) -> None:
         self.is_closing = True
         self._send(do="end_store")
 
     def _send(self, **order: str) -> None:
-        message = {**order, "attempt": self.attempt}
-        self._links.call(lambda: self._links.send(self._host, message))
+        self._agents.send(self._host, {**order, "attempt": self.attempt})
 
-    # of the thread
+    # while the lock of the agents is held
 
     def when_ready(self, call: Callable[[], None]) -> None:
         """Call ``call`` as soon as the port is known."""
@@ -91,13 +90,13 @@ class AgentStore:
 class AgentRanks:
     """The ranks of one attempt: :class:`~toolkit.nodes.start.launcher.RunningRanks`.
 
-    All methods except ``kill`` and ``abandon`` are called in the links' thread.
+    All methods except ``kill`` and ``abandon`` are called while the lock of the agents is held.
     """
 
     tells_each_end = True
 
-    def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
-        self._attempt, self._events, self._links = attempt, events, links
+    def __init__(self, attempt: int, allocation: Allocation, events: Events, agents: Agents) -> None:
+        self._attempt, self._events, self._agents = attempt, events, agents
         self._ranks = allocation.ranks_of
         self._still_running = set(range(allocation.world_size))
         self._exit_code = 0
@@ -106,26 +105,22 @@ class AgentRanks:
         self.may_begin = False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self._links.call(lambda: self._kill(number))
-
-    def _kill(self, number: signal.Signals) -> None:
-        if number is signal.SIGKILL:
-            for host in list(self.orders):  # hosts whose agents have not connected yet
+        with self._agents.lock:
+            # Hosts whose agents have not connected yet start none.
+            for host in list(self.orders) if number is signal.SIGKILL else ():
                 del self.orders[host]
                 ranks = self._ranks_on(host)
                 self._events.put(RanksExited(tuple(ranks), host, "killed before it was started", number, time.time()))
                 self._end(ranks, -number)
-        for host in self.hosts:
-            self._links.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
+            for host in self.hosts:
+                self._agents.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
 
     def abandon(self) -> None:
-        def give_up() -> None:
+        with self._agents.lock:
             hosts = [host for host in self.hosts if self._ranks_on(host)]
             self._end(list(self._still_running), EXIT_FAILED)
             for host in hosts:  # if the node comes back, its agent finds the connection closed and ends the ranks
-                self._links.drop(host, "its ranks were given up")
-
-        self._links.call(give_up)
+                self._agents.drop(host, "its ranks were given up")
 
     def _ranks_on(self, host: str) -> list[int]:
         return [rank for rank in self._ranks.get(host, ()) if rank in self._still_running]
@@ -220,18 +215,18 @@ class AgentLauncher(AgentUser):
         self.agents.ready[self._allocation.hosts[0], "prepared"] = time.time()
         hosts = {self._allocation.hosts[0], *hosts}
         self.agents.wait_for_returning(hosts, self._return_by)
-        self.agents.links.call(lambda: self.agents.ensure(hosts))
+        self.agents.ensure(hosts)
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:
-        links = self.agents.links
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
         process: Message = {"rank": None, "environ": {}, "log": str(self._run.attempt_logs(attempt) / "store.log")}
-        store = AgentStore(attempt, self._allocation.hosts[0], events, links)
+        store = AgentStore(attempt, self._allocation.hosts[0], events, self.agents)
         order = self._order(attempt, command, environ, [process])
-        links.call(lambda: self._begin_store(store, order))
+        with self.agents.lock:
+            self._store, self._store_order = store, order
         return store
 
     def start(
@@ -244,8 +239,7 @@ class AgentLauncher(AgentUser):
         store: Store,
     ) -> RunningRanks:
         assert isinstance(store, AgentStore)
-        links = self.agents.links
-        ranks = AgentRanks(attempt, allocation, events, links)
+        ranks = AgentRanks(attempt, allocation, events, self.agents)
         # The order of each node holds all its ranks, so one message starts them.
         binds = "affinity" in self._settings().task_plugins
         cpus_of = allocation.cpus_of
@@ -265,7 +259,8 @@ class AgentLauncher(AgentUser):
             if common:
                 order["environ"]["SLURM_CPUS_PER_TASK"] = str(cpus_of[host])
             ranks.orders[host] = order
-        links.call(lambda: self._begin(ranks, store))
+        with self.agents.lock:
+            self._begin(ranks, store)
         return ranks
 
     def _order(
@@ -298,10 +293,7 @@ class AgentLauncher(AgentUser):
     def _command_gains(self) -> bool:
         return foreign.gains_by_fork(self._run)
 
-    # --------------------------------------------------------------------------------------------------- the thread
-
-    def _begin_store(self, store: AgentStore, order: Message) -> None:
-        self._store, self._store_order = store, order
+    # ------------------------------------------------------------------------- while the lock of the agents is held
 
     def _begin(self, ranks: AgentRanks, store: AgentStore) -> None:
         self._ranks = ranks
@@ -311,34 +303,35 @@ class AgentLauncher(AgentUser):
             for order in ranks.orders.values():
                 order["environ"]["MASTER_PORT"] = str(store.port)
             ranks.may_begin = True
-            self._send_orders(self.agents.links.hosts)
+            self._send_orders(self.agents.hosts)
 
         store.when_ready(set_port)
-        self._send_orders(self.agents.links.hosts)
+        self._send_orders(self.agents.hosts)
 
     def release_zygotes(self) -> None:
-        """Have zygotes import what ranks import, from now on. Called in the links' thread."""
-        if self._is_warm and self.holds_zygotes:
-            self.agents.links.send_all({"do": "warm"})
-        self.holds_zygotes = False
+        """Have zygotes import what ranks import, from now on."""
+        with self.agents.lock:
+            if self._is_warm and self.holds_zygotes:
+                self.agents.send_all({"do": "warm"})
+            self.holds_zygotes = False
 
     def _send_orders(self, hosts: Collection[str]) -> None:
         """Send the waiting orders to the agents of ``hosts``, which are connected."""
-        here, links = self._allocation.hosts[0], self.agents.links
+        here, agents = self._allocation.hosts[0], self.agents
         if self._store is not None and self._store_order is not None and here in hosts:
             if not self._store.is_closing:
-                links.send(here, self._store_order)
+                agents.send(here, self._store_order)
             self._store_order = None
         if self._ranks is not None and self._ranks.may_begin:
             for host in self._ranks.orders.keys() & hosts:
-                links.send(host, self._ranks.orders.pop(host))
+                agents.send(host, self._ranks.orders.pop(host))
 
     # what the agents tell, see AgentUser
 
     def agent_connected(self, host: str) -> None:
         self.agents.ready[host, "connected"] = time.time()
         if self._is_warm and not self.holds_zygotes:  # also on a spare
-            self.agents.links.send(host, {"do": "warm"})
+            self.agents.send(host, {"do": "warm"})
         self._send_orders([host])
 
     def take_message(self, host: str, message: Message) -> None:

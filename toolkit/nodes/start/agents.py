@@ -1,16 +1,21 @@
-"""The agents of a job's nodes, one on each, and requests to them.
+"""The agents of a job's nodes, one on each: the connections to them, and requests.
 
 They are started once, by srun or on this machine, for the whole job. Agents and supervisor send each other a heartbeat
 every second. From it the supervisor knows which nodes are silent, and how the ranks of the others progress; the agents
 notice that the batch host is silent.
+
+A thread takes what the agents send. It and all callers share one lock; what happens goes into the supervisor's queue.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import secrets
+import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,10 +28,9 @@ from typing import Any, Protocol
 from toolkit.base import fsio, logs, outages
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
-from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Message
+from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, AuthenticatedLink, Message, StrangerError
 from toolkit.nodes.agent.reports import Digest
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_links import AgentLinks
 from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress, RankActivity, RankWatchEnded
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
@@ -70,54 +74,6 @@ class AgentRequest:
             self.heard.put(silent)
 
 
-class AgentRequests:
-    """The requests that some agents have not answered."""
-
-    def __init__(self, send: Callable[[str, Message], None]) -> None:
-        """Take ``send``, which sends an order to an agent that is connected."""
-        self._send = send
-        self._requests: dict[int, AgentRequest] = {}
-        self.missing: dict[str, NodeSilent] = {}  #: why a host has no agent
-
-    def begin(self, number: int, request: AgentRequest, there: Collection[str], starting: Collection[str]) -> None:
-        """Ask the agents that are ``there``. Those that are ``starting`` are asked when they connect."""
-        # Forget requests that all agents have answered.
-        unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
-        self._requests = {**unanswered, number: request}
-        for host in list(request.orders):
-            if host in there:
-                self._ask(host, request)
-            elif host not in starting:
-                request.end(self.missing.get(host, NodeSilent(host, "it has no agent", is_certain=False)))
-
-    def withdraw(self, number: int) -> None:
-        """Report nothing more of a request."""
-        self._requests.pop(number, None)
-
-    def note_here(self, host: str) -> None:
-        """Send the agent of ``host``, which has connected, the requests that wait for it."""
-        for request in self._requests.values():
-            self._ask(host, request)
-
-    def note_missing(self, silent: NodeSilent) -> None:
-        """Note that a host will not answer."""
-        self.missing[silent.host] = silent
-        for request in self._requests.values():
-            request.end(silent)
-
-    def _ask(self, host: str, request: AgentRequest) -> None:
-        if host in request.orders:
-            request.asked[host] = time.time()
-            self._send(host, request.orders.pop(host))
-
-    def take_answer(self, host: str, message: Message) -> None:
-        """Take the answer of ``host``, if one is awaited."""
-        request = self._requests.get(message["request"])
-        asked = None if request is None else request.asked.pop(host, None)
-        if request is not None and asked is not None:
-            request.heard.put(NodeAnswered(host, message, asked, time.time()))
-
-
 #: An agent must connect within this time, or its node counts as one where nothing can be started.
 STANDS_WITHIN_S = 120.0
 #: An agent that sends nothing for this long is replaced, also if its node answers: it may be stopped (SIGSTOP).
@@ -127,6 +83,12 @@ UNHEARD_S = 120.0
 QUICK_HEARTBEAT_S, HEARTBEATS_A_SECOND = 0.25, 4000
 #: Agents that are told to leave are gone after this time.
 LEAVE_S = 2.0
+#: A connection that has not proved within this time that it knows the secret is closed.
+STRANGER_S = 10.0
+#: Unproved connections beside one of each agent that may connect; more are closed at once.
+MAX_STRANGERS = 256
+#: Where ``tcpi_last_ack_recv`` stands in ``tcp_info`` of linux/tcp.h: ms since the other end's last segment.
+_LAST_ACK = struct.Struct("=56xI")
 
 
 @dataclass(frozen=True)
@@ -180,7 +142,7 @@ class AgentStarter(Protocol):
 class AgentUser:
     """Has agents start ranks, or do other work on their nodes.
 
-    The links' thread calls all methods; here they do nothing.
+    All methods are called while :attr:`Agents.lock` is held; here they do nothing.
     """
 
     def agent_connected(self, host: str) -> None:
@@ -194,6 +156,17 @@ class AgentUser:
 
     def agent_missing(self, host: str, why: str) -> None:
         """Note that no agent could be started on ``host``."""
+
+
+@dataclass
+class _Peer:
+    """A connection to an agent, or to a stranger."""
+
+    connection: socket.socket
+    link: AuthenticatedLink
+    heard: float  #: when it last sent something, or connected
+    host: str | None = None  #: once the peer has named it, and has proved that it knows the secret
+    unsent: bytearray = field(default_factory=bytearray)
 
 
 class Agents:
@@ -217,21 +190,32 @@ class Agents:
     ) -> None:
         self._run, self._allocation, self._starter = run, allocation, starter
         self._endpoint, self._watch_command = endpoint, watch_command
+        self.lock = threading.RLock()  #: held by the thread while it takes what has come, and in every method here
+        # Connections.
+        self._peers: dict[str, _Peer] = {}  #: to agents, by host
+        self._strangers: set[socket.socket] = set()
+        self._max_strangers = MAX_STRANGERS + len(allocation.hosts)
+        self._hosts_by_address: dict[str, str] = {}  #: where an agent has connected from
+        self._refused = logs.SparseWarnings(log)
+        self._was_opened = self._is_open = False
+        self._is_leaving = False  #: agents are meant to leave
+        self._all_left = threading.Event()
+        # Starts of agents.
         self._returning = set[str]()  #: hosts whose agents a dead supervisor may have started; this one has not
         self._returned: SimpleQueue[str] = SimpleQueue()
-        self._links: AgentLinks | None = None
-        self._requests = AgentRequests(lambda host, order: self.links.send(host, order))
-        # Of requests. An answer to one of a dead supervisor's is none to this one's.
-        self._numbers = itertools.count(time.time_ns())
         self._starting: dict[str, float] = {}  #: the time of the start, by host
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
+        self._missing: dict[str, NodeSilent] = {}  #: why a host has no agent
+        # Requests. An answer to one of a dead supervisor's is none to this one's.
+        self._numbers = itertools.count(time.time_ns())
+        self._requests: dict[int, AgentRequest] = {}  #: those that some agents have not answered
+        # Heartbeats.
         least_s = HEARTBEAT_S if watch_command is None else QUICK_HEARTBEAT_S
         self.heartbeat_s = min(HEARTBEAT_S, max(least_s, len(allocation.hosts) / HEARTBEATS_A_SECOND))
         self._next_heartbeat = 0.0
         #: In which the nodes watch the batch host. Spares come first: they are idle.
         self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
-        self._is_closed = threading.Event()
-        self._all_left = threading.Event()
+        # What is known of the nodes.
         self.silent_hosts: frozenset[str] = frozenset()
         self.heard_hosts: frozenset[str] = frozenset()
         self.unsure_hosts: frozenset[str] = frozenset()
@@ -245,20 +229,50 @@ class Agents:
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, *, again: bool = False) -> None:
         """Listen for agents. Those that are started get ``environ``, and ``user`` says which are to be started.
 
-        The ranks' reports and the errors of the links' thread go into ``events``. With ``again`` agents may return that
-        a supervisor before this one has started.
+        The ranks' reports and the errors of the thread go into ``events``. With ``again`` agents may return that a
+        supervisor before this one has started.
         """
         hosts = self._allocation.hosts
         at = self._endpoint or Endpoint.open(self._run, hosts, environ)
         if again and at.secret_file.exists():  # written by a supervisor that was killed
             self._returning |= {*hosts}
         outages.persist(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
-        self._at = at
+        self._at, self._listening = at, at.listening.dup()
         self._events, self._user = events, user
         self.environ = dict(environ)
         self.reports_token = reports.token_of(at.secret)
-        self._links = AgentLinks(at.listening.dup(), at.secret, self, len(hosts))
-        self._links.start()
+        self._listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._was_opened = self._is_open = True
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        """Have the agents leave, and end those that are left."""
+        if not self._was_opened:
+            return
+        with self.lock:
+            self._is_leaving = True
+            self.send_all({"do": "leave"})
+            if not self._peers:
+                self._all_left.set()
+        self._all_left.wait(LEAVE_S)
+        self._starter.close()
+        self.disconnect()
+        with contextlib.suppress(OSError):
+            self._at.secret_file.unlink()
+        if self._endpoint is None:
+            self._at.listening.close()
+
+    def disconnect(self) -> None:
+        """Close all connections. The thread ends within a heartbeat."""
+        with self.lock:
+            self._is_open = False
+            for connection in (self._listening, *self._strangers, *(peer.connection for peer in self._peers.values())):
+                connection.close()
+            self._peers.clear()
+
+    # ------------------------------------------------------------------------------------------------------- starts
 
     def wait_for_returning(self, hosts: Collection[str], deadline: float) -> None:
         """Wait for the agents of ``hosts`` that may return, until ``deadline`` by time.monotonic()."""
@@ -267,20 +281,85 @@ class Agents:
             while missing:
                 missing.discard(self._returned.get(timeout=max(0.0, deadline - time.monotonic())))
 
+    def ensure(self, hosts: Collection[str]) -> None:
+        """Start agents where none runs and none is being started. At first do so on the job's other nodes, too."""
+        with self.lock:
+            # The spares come in a step of their own: one of them may be why a step is refused.
+            for some in [hosts] if self._start_of else [hosts, self._allocation.hosts]:
+                wanted = {*some} - self._peers.keys() - self._starting.keys()
+                missing = [host for host in self._allocation.hosts if host in wanted]
+                if missing:
+                    self._start(missing)
+
+    def _start(self, hosts: Sequence[str]) -> None:
+        self._starting |= dict.fromkeys(hosts, time.monotonic())
+        for host in hosts:
+            self._missing.pop(host, None)
+        # The number tells this start from earlier ones, also of a supervisor that has died.
+        at = replace(self._at, start=time.time_ns())
+        self._start_of |= dict.fromkeys(hosts, at.start)
+        self._returning -= {*hosts}
+        try:
+            self._starter.start(hosts, at, self.environ, partial(self._note_failure, at.start))
+        except OSError as error:
+            self._give_up(hosts, f"agents cannot be started: {error}")
+
+    def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
+        """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
+        with self.lock:
+            if not self._is_leaving:
+                self._give_up([h for h in hosts if self._start_of[h] == number], why, is_certain=is_certain)
+
+    def _give_up(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
+        for host in hosts:
+            if is_certain:
+                self.drop(host, why)
+            # Only a start that was awaited is reported as failed.
+            if self._starting.pop(host, None) is None:
+                continue
+            log.warning("no agent on %s: %s", host, why)
+            self._note_missing(NodeSilent(host, why, is_certain))
+            self._tell("agent_missing", host, why)
+
+    # ----------------------------------------------------------------------------------------- messages and requests
+
+    def send(self, host: str, message: Message) -> None:
+        """Send ``message`` to the agent of ``host``, if it is connected."""
+        with self.lock:
+            peer = self._peers.get(host)
+            if peer is not None:
+                with contextlib.suppress(OSError):  # its end is read a moment later
+                    self._send(peer, peer.link.send(message))
+
+    def send_all(self, message: Message) -> None:
+        """Send ``message`` to every agent that is connected."""
+        with self.lock:
+            for host in list(self._peers):
+                self.send(host, message)
+
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
         """Send each host its order as soon as its agent is there.
 
         Return the request's number, which serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into
         ``heard``, and nothing for a host that hangs.
         """
-        number = next(self._numbers)
-        request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
-        self.links.call(lambda: self._requests.begin(number, request, self.links.hosts, self._starting))
-        return number
+        with self.lock:
+            number = next(self._numbers)
+            request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
+            # Forget requests that all agents have answered.
+            unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
+            self._requests = {**unanswered, number: request}
+            for host in orders:
+                if host in self._peers:
+                    self._ask(host, request)
+                elif host not in self._starting:
+                    request.end(self._missing.get(host, NodeSilent(host, "it has no agent", is_certain=False)))
+            return number
 
     def withdraw(self, number: int) -> None:
         """Stop listening for the answers to a request."""
-        self.links.call(lambda: self._requests.withdraw(number))
+        with self.lock:
+            self._requests.pop(number, None)
 
     def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
         """Send each host its order, and return the answers by host.
@@ -305,98 +384,171 @@ class Agents:
         """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
         self.request({host: {"do": "connections"} for host in self.heard_hosts}, self._events)
 
+    def _ask(self, host: str, request: AgentRequest) -> None:
+        if host in request.orders:
+            request.asked[host] = time.time()
+            self.send(host, request.orders.pop(host))
+
+    def _note_missing(self, silent: NodeSilent) -> None:
+        self._missing[silent.host] = silent
+        for request in self._requests.values():
+            request.end(silent)
+
+    def _take_answer(self, host: str, message: Message) -> None:
+        request = self._requests.get(message["request"])
+        asked = None if request is None else request.asked.pop(host, None)
+        if request is not None and asked is not None:
+            request.heard.put(NodeAnswered(host, message, asked, time.time()))
+
+    # ------------------------------------------------------------------------------------------------------ the nodes
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts whose agents are connected."""
+        with self.lock:
+            return set(self._peers)
+
+    def drop(self, host: str, why: str) -> None:
+        """Close the connection to the agent of ``host``, if there is one."""
+        with self.lock:
+            if host in self._peers:
+                self._drop(self._peers[host], why)
+
     def hear_all(self) -> None:
         """Count the time of silence of all agents from now on."""
-        self.links.call(self.links.hear_all)
+        with self.lock:
+            for peer in self._peers.values():
+                peer.heard = time.monotonic()
 
     def host_at(self, address: str) -> str | None:
         """Return the host whose agent has connected from ``address``."""
-        return self.links.addresses.get(plain_address(address))
+        return self._hosts_by_address.get(plain_address(address))
 
-    def close(self) -> None:
-        """Have the agents leave, and end those that are left."""
-        if self._links is None:
-            return
+    def last_sign(self, host: str) -> float:
+        """Return when anything last came from ``host``, by time.monotonic().
 
-        def leave() -> None:
-            self._is_closed.set()
-            self.links.send_all({"do": "leave"})
-            if not self.links.hosts:
-                self._all_left.set()
+        Its kernel acknowledges heartbeats also while the agent waits for a CPU. Infinite without a connection.
+        """
+        peer = self._peers.get(host)
+        if peer is None:
+            return math.inf
+        try:
+            info = peer.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        except OSError:  # it has just been closed
+            return peer.heard
+        (silent_ms,) = _LAST_ACK.unpack(info)
+        return max(peer.heard, time.monotonic() - float(silent_ms) / 1000)
 
-        # Ask the agents to leave, then end those that are left, then close the connections.
-        self._links.call(leave)
-        self._all_left.wait(LEAVE_S)
-        self._starter.close()
-        self._links.call(self._links.close)
+    def _silent(self, bound_s: float) -> list[str]:
+        """Return the hosts whose agents have sent nothing for ``bound_s``."""
+        now = time.monotonic()
+        return [host for host, peer in self._peers.items() if now - peer.heard > bound_s]
+
+    # ----------------------------------------------------------------------------------------------------- the thread
+
+    def _serve(self) -> None:
+        try:
+            while self._is_open:
+                ready = self._selector.select(self.heartbeat_s)
+                with self.lock:
+                    for key, events in ready if self._is_open else ():
+                        if not isinstance(key.data, _Peer):
+                            self._accept()
+                        elif key.data.connection.fileno() >= 0:  # else it was dropped since the select
+                            self._serve_peer(key.data, events)
+                    self._close_late_strangers()
+                    self._pass_time()
+        except Exception as error:  # no agent is served any more
+            self._events.put(error)
+            self.disconnect()
+        finally:
+            self._selector.close()
+
+    def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            self._at.secret_file.unlink()
-        if self._endpoint is None:
-            self._at.listening.close()
+            connection, _ = self._listening.accept()
+            if len(self._strangers) >= self._max_strangers:
+                connection.close()
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer = _Peer(connection, AuthenticatedLink(self._at.secret, "supervisor"), time.monotonic())
+            self._strangers.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._send(peer, peer.link.greeting)
 
-    def dismiss(self, host: str) -> None:
-        """Have the agent of ``host`` leave. Its ranks have ended, and the node is no longer to be used."""
-        if self._links is not None:
-            self._links.call(lambda: self.links.send(host, {"do": "leave"}))
+    def _close_late_strangers(self) -> None:
+        long_ago = time.monotonic() - STRANGER_S
+        for key in [*self._selector.get_map().values()] if self._strangers else ():
+            peer = key.data
+            if isinstance(peer, _Peer) and peer.host is None and peer.heard < long_ago:
+                self._drop(peer, "it has not shown that it knows the secret")
 
-    @property
-    def links(self) -> AgentLinks:
-        """Return the connections, once they are open."""
-        assert self._links is not None
-        return self._links
+    def _serve_peer(self, peer: _Peer, ready: int) -> None:
+        try:
+            # First what could not be sent before, then what has come in.
+            if ready & selectors.EVENT_WRITE:
+                self._send(peer, b"")
+            if ready & selectors.EVENT_READ:
+                data = peer.connection.recv(1 << 16)
+                messages, answer = peer.link.receive(data)
+                self._send(peer, answer)
+                for message in messages:
+                    peer.heard = time.monotonic()
+                    self._take(peer, message)
+                if not data:
+                    self._drop(peer, "its agent has ended")
+        except BlockingIOError:
+            pass
+        except StrangerError as error:
+            self._refused.warn("a connection that is no agent's: %s", error)
+            self._drop(peer, str(error))
+        except OSError as error:
+            self._drop(peer, f"its agent cannot be reached: {error.strerror}")
 
-    # --------------------------------------------------------------------------------------------------- the thread
+    def _send(self, peer: _Peer, data: bytes) -> None:
+        peer.unsent += data
+        if peer.unsent:
+            with contextlib.suppress(BlockingIOError):
+                del peer.unsent[: peer.connection.send(peer.unsent)]
+        # What the socket did not take is sent when it is writable again.
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self._selector.modify(peer.connection, wanted, peer)
 
-    def ensure(self, hosts: Collection[str]) -> None:
-        """Start agents where none runs and none is being started. At first do so on the job's other nodes, too."""
-        # The spares come in a step of their own: one of them may be why a step is refused.
-        for some in [hosts] if self._start_of else [hosts, self._allocation.hosts]:
-            wanted = {*some} - self.links.hosts - self._starting.keys()
-            missing = [host for host in self._allocation.hosts if host in wanted]
-            if not missing:
-                continue
-            self._starting |= dict.fromkeys(missing, time.monotonic())
-            for host in missing:
-                self._requests.missing.pop(host, None)
-            # The number tells this start from earlier ones, also of a supervisor that has died.
-            at = replace(self._at, start=time.time_ns())
-            self._start_of |= dict.fromkeys(missing, at.start)
-            self._returning -= {*missing}
-            try:
-                self._starter.start(missing, at, self.environ, partial(self._note_failure, at.start))
-            except OSError as error:
-                self._give_up(missing, f"agents cannot be started: {error}")
+    def _drop(self, peer: _Peer, why: str) -> None:
+        self._strangers.discard(peer.connection)
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.host is not None and self._peers.get(peer.host) is peer:
+            del self._peers[peer.host]
+            self._note_left(peer.host, why)
 
-    def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
-        """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
-        self.links.call(
-            lambda: self._give_up([h for h in hosts if self._start_of[h] == number], why, is_certain=is_certain)
-        )
+    def _note_left(self, host: str, why: str) -> None:
+        """Note that the agent has ended, or cannot be reached any more."""
+        if not self._is_leaving:
+            log.warning("node %s: %s", host, why)
+            self._note_missing(NodeSilent(host, why, is_certain=False))
+            self._tell("agent_ended", host, why)
+        elif not self._peers:  # they were meant to leave
+            self._all_left.set()
 
-    def _give_up(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
-        for host in hosts:
-            if is_certain:
-                self.links.drop(host, why)
-            # Only a start that was awaited is reported as failed.
-            if self._starting.pop(host, None) is None:
-                continue
-            log.warning("no agent on %s: %s", host, why)
-            self._requests.note_missing(NodeSilent(host, why, is_certain))
-            self._tell("agent_missing", host, why)
+    def _take(self, peer: _Peer, message: Message) -> None:
+        if peer.host is not None:
+            self._take_message(peer.host, message)
+        # The first message names the host. Until then the peer has only proved that it knows the secret.
+        elif message["is"] == "here":
+            host = str(message["host"])
+            if not self._admits(host, message):
+                with contextlib.suppress(OSError):  # it has disconnected already
+                    self._send(peer, peer.link.send({"do": "leave"}))
+                return
+            self._strangers.discard(peer.connection)
+            peer.host, self._peers[host] = host, peer
+            with contextlib.suppress(OSError):  # it has disconnected again
+                self._hosts_by_address[plain_address(peer.connection.getpeername()[0])] = host
+            self._note_here(host)
 
-    def _tell(self, method: str, *what: Any) -> None:
-        """Tell the listeners and the launcher. One that fails hears no more: an error here would end the run."""
-        for listener in self.listeners:
-            try:
-                getattr(listener, method)(*what)
-            except Exception as error:  # it may be other people's code
-                log.error("what is done on the nodes beside the ranks has failed, and hears no more: %r", error)
-                self.listeners = tuple(each for each in self.listeners if each is not listener)
-        getattr(self._user, method)(*what)
-
-    # what the links tell
-
-    def admits(self, host: str, message: Message) -> bool:
+    def _admits(self, host: str, message: Message) -> bool:
         """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends."""
         if message["again"]:
             is_wanted = host in self._returning
@@ -406,18 +558,19 @@ class Agents:
         # One that was given up as late would take the place of the agent that was started instead.
         return bool(message["start"] == self._start_of.get(host))
 
-    def agent_came(self, host: str) -> None:
+    def _note_here(self, host: str) -> None:
         """Note that messages can be sent to the agent of ``host`` from now on."""
         self._starting.pop(host, None)
         self._starter.note_connected(host)
         if self._watch_command is not None and host != self._allocation.hosts[0]:
             address = self._at.address or self._allocation.hosts[0]
             command = self._watch_command(address, self._at.port)
-            self.links.send(host, {"do": "watch", "command": command, "turn": self._turns[host]})
-        self._requests.note_here(host)
+            self.send(host, {"do": "watch", "command": command, "turn": self._turns[host]})
+        for request in self._requests.values():
+            self._ask(host, request)
         self._tell("agent_connected", host)
 
-    def take_message(self, host: str, message: Message) -> None:
+    def _take_message(self, host: str, message: Message) -> None:
         match message["is"]:
             case "alive":
                 if message["progress"] is not None:
@@ -431,7 +584,7 @@ class Agents:
                 if report is not None:
                     self._events.put(MainReport(report))
             case "answer":
-                self._requests.take_answer(host, message)
+                self._take_answer(host, message)
             case "activity":
                 activity = RankActivity(message["attempt"], message["rank"], message["state"], message["still_s"])
                 self._events.put(activity)
@@ -443,37 +596,32 @@ class Agents:
             case _:
                 self._tell("take_message", host, message)
 
-    def agent_left(self, host: str, why: str) -> None:
-        """Note that the agent has ended, or cannot be reached any more."""
-        # While closing, agents are meant to leave.
-        if self._is_closed.is_set():
-            if not self.links.hosts:
-                self._all_left.set()
-            return
-        log.warning("node %s: %s", host, why)
-        self._requests.note_missing(NodeSilent(host, why, is_certain=False))
-        self._tell("agent_ended", host, why)
+    def _tell(self, method: str, *what: Any) -> None:
+        """Tell the listeners and the launcher. One that fails hears no more: an error here would end the run."""
+        for listener in self.listeners:
+            try:
+                getattr(listener, method)(*what)
+            except Exception as error:  # it may be other people's code
+                log.error("what is done on the nodes beside the ranks has failed, and hears no more: %r", error)
+                self.listeners = tuple(each for each in self.listeners if each is not listener)
+        getattr(self._user, method)(*what)
 
-    def broke(self, error: Exception) -> None:
-        """Take an error of the links' thread: no agent is served any more."""
-        self._events.put(error)
-
-    def time_passed(self) -> None:
+    def _pass_time(self) -> None:
         """Send heartbeats, and look who is silent or late. Called every ``heartbeat_s`` or more often."""
         now = time.monotonic()
-        if now < self._next_heartbeat:
+        if now < self._next_heartbeat or not self._is_open:
             return
         if now > self._next_heartbeat + SILENT_S:  # this process was stopped, perhaps with the whole job
-            self.links.hear_all()
+            self.hear_all()
         self._next_heartbeat = now + self.heartbeat_s
-        self.links.send_all({"do": "alive"})
-        for host in self.links.silent(UNHEARD_S):
-            self.links.drop(host, f"its agent has sent nothing for {UNHEARD_S:.0f} s: another one takes its place")
-        self.silent_hosts = frozenset(self.links.silent(SILENT_S))
-        self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
+        self.send_all({"do": "alive"})
+        for host in self._silent(UNHEARD_S):
+            self.drop(host, f"its agent has sent nothing for {UNHEARD_S:.0f} s: another one takes its place")
+        self.silent_hosts = frozenset(self._silent(SILENT_S))
+        self.heard_hosts = frozenset(self._peers.keys() - self.silent_hosts)
         since = now - 2.5 * self.heartbeat_s
-        quiet = self.links.silent(2.5 * self.heartbeat_s)
-        self.unsure_hosts = frozenset(host for host in quiet if self.links.last_sign(host) < since)
+        quiet = self._silent(2.5 * self.heartbeat_s)
+        self.unsure_hosts = frozenset(host for host in quiet if self.last_sign(host) < since)
         # Agents that did not connect in time count as missing.
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
         self._give_up(late, f"no agent has come from it within {STANDS_WITHIN_S:.0f} s", is_certain=False)

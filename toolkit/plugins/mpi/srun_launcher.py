@@ -85,7 +85,7 @@ class SrunLauncher(AgentUser):
 
     def prepare(self, hosts: Collection[str]) -> None:
         """Start the agents. They start no ranks."""
-        self._agents.links.call(lambda: self._agents.ensure(hosts))
+        self._agents.ensure(hosts)
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
@@ -134,7 +134,7 @@ class SrunLauncher(AgentUser):
         srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt), parents=1) / "hostfile")
         step = _SrunRanks(srun, plan.name or "", allocation, self._slurm, events, self._agents)
         self._step = step
-        self._agents.links.call(lambda: self._agents.ensure(allocation.hosts))
+        self._agents.ensure(allocation.hosts)
         threading.Thread(target=step.wait, daemon=True).start()
         return step
 

@@ -312,7 +312,7 @@ class DeadNodes:
             self._context.events.put(NodeFailed(host))
         # TCP answers long before it sends again. A network that was silent for a moment will be so again, and longer.
         for host in signs.keys() - silent:
-            if agents.links.last_sign(host) == math.inf:  # it was given up meanwhile
+            if agents.last_sign(host) == math.inf:  # it was given up meanwhile
                 continue
             self._answered[host] = self._clock()
             self._longest_s = max(self._longest_s, self._answered[host] - signs[host])
@@ -321,7 +321,7 @@ class DeadNodes:
     def _last_sign(self, host: str) -> float:
         agents = self._context.agents
         assert agents is not None
-        return max(agents.links.last_sign(host), self._answered.get(host, 0.0))
+        return max(agents.last_sign(host), self._answered.get(host, 0.0))
 
     def _patience_s(self, silent: set[str]) -> float:
         """Return how long ``silent`` must be silent to be dead.

@@ -172,7 +172,7 @@ class NodeStaging(AgentUser):
         elif self._launcher is not None:
             limit = f", within {self._limit_s:.0f} s" if time.monotonic() >= self._deadline else ""
             self._note(f"the copies are not there in time{limit}: this start does without", is_problem=True)
-            self._launcher.agents.links.call(self._launcher.release_zygotes)
+            self._launcher.release_zygotes()
 
     def _is_done(self, hosts: Collection[str]) -> bool:
         silent = frozenset[str]() if self._launcher is None else self._launcher.agents.silent_hosts
@@ -199,16 +199,12 @@ class NodeStaging(AgentUser):
     def order(self, request: CopyRequest, *, wait_s: float) -> None:
         """Have all agents copy, if there is anything. What they start waits for it at most ``wait_s``."""
         assert self._launcher is not None
-        links, release_zygotes = self._launcher.agents.links, self._launcher.release_zygotes
-
-        def send() -> None:
+        with self._launcher.agents.lock:
             if request.packages:
                 order = {"do": "stage", "request": request.to_json(), "wait_s": wait_s}
                 self._orders.append(order)
-                links.send_all(order)
-            release_zygotes()
-
-        links.call(send)
+                self._launcher.agents.send_all(order)
+            self._launcher.release_zygotes()
 
     def _pack(self, request: PackRequest) -> list[Package]:
         """Have the packages made by a separate process: they may take minutes."""
@@ -233,12 +229,12 @@ class NodeStaging(AgentUser):
             self._note(f"packing for the nodes has failed with exit code {packer.returncode}", is_problem=True)
         return packages
 
-    # -------------------------------------------------------------------------------------------- of the links' thread
+    # ------------------------------------------------------------------------- while the lock of the agents is held
 
     def agent_connected(self, host: str) -> None:
         assert self._launcher is not None
         for order in self._orders:
-            self._launcher.agents.links.send(host, order)
+            self._launcher.agents.send(host, order)
 
     def take_message(self, host: str, message: Message) -> None:
         if message["is"] == "imported":

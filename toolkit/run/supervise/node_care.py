@@ -73,7 +73,7 @@ class NodeCare:
         if job.slurm is None or row is None or agents is None:
             return
         for host in drained:
-            agents.dismiss(host)
+            agents.send(host, {"do": "leave"})
         keep = hostlist.compress([host for host in hostlist.expand(row.node_list) if host not in drained])
         give_back = partial(job.slurm.release_nodes, row.requeue_id, keep=keep)
         outages.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", wait_s=0.0)
