@@ -10,13 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.nodes.test_agents import Site
 from tests.unit.nodes.test_steps import await_true, gone
 from toolkit.nodes.agent.link import AuthenticatedLink
+from toolkit.nodes.agent.messages import (
+    Heartbeat,
+    Message,
+    NodeAlive,
+    ReportsOrder,
+    RequestAnswered,
+    WatchBatchHostOrder,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -34,19 +41,19 @@ class WatchingAgent:
             self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"
-        self.say(do="watch", command=["sh", "-c", script], turn=0)
-        self.say(do="hear_ranks", request=0)
-        while "answer" not in self.hear():  # a close with unread heartbeats would take the orders back
+        self.say(WatchBatchHostOrder(("sh", "-c", script), 0))
+        self.say(ReportsOrder())
+        while RequestAnswered not in self.hear():  # a close with unread heartbeats would take the orders back
             pass
 
-    def say(self, **message: Any) -> None:
+    def say(self, message: Message) -> None:
         self.connection.sendall(self.link.send(message))
 
-    def hear(self) -> list[str]:
+    def hear(self) -> list[type[Message]]:
         """What it says next."""
         messages, answer = self.link.receive(self.connection.recv(1 << 16))
         self.connection.sendall(answer)
-        return [message["is"] for message in messages]
+        return [type(message) for message in messages]
 
     def watcher(self) -> int:
         """The pid of what looks after the batch host, once it does."""
@@ -66,16 +73,16 @@ def agent(tmp_path: Path) -> Iterator[WatchingAgent]:
 def test_an_agent_that_hears_its_supervisor_leaves_the_batch_host_alone(
     agent: WatchingAgent,
 ) -> None:
-    heard: list[str] = []
-    while heard.count("alive") < 5:
+    heard: list[type[Message]] = []
+    while heard.count(NodeAlive) < 5:
         heard += agent.hear()
-        agent.say(do="alive")
+        agent.say(Heartbeat())
     assert not agent.note.exists()
 
 
 def test_a_silent_supervisors_host_is_looked_after_until_it_speaks_again(agent: WatchingAgent) -> None:
     watcher = agent.watcher()
-    agent.say(do="alive")
+    agent.say(Heartbeat())
     await_true(lambda: gone(watcher))
     assert agent.process.poll() is None
 

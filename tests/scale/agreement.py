@@ -16,7 +16,8 @@ from torch.distributed import TCPStore
 from tests.scale import Curve
 from toolkit.hang import Watchdog
 from toolkit.nodes.agent.link import AuthenticatedLink
-from toolkit.nodes.agent.reports import Digest, NodeProgress, RankReport, merge, parse
+from toolkit.nodes.agent.messages import NodeAlive
+from toolkit.nodes.agent.reports import NodeProgress, RankReport, merge, parse
 from toolkit.ranks import older_torch
 from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
 from toolkit.ranks.stop.rounds import Round
@@ -86,13 +87,15 @@ def digests(ranks: int) -> Mapping[str, float]:
     # A link sends messages only once it has the other side's greeting.
     for end, other in (ends, reversed(ends)):
         end.receive(other.greeting)
-    message = {"is": "alive", "progress": asdict(digest)}
+    message = NodeAlive(digest)
     frames = [ends[0].send(message) for _ in range(ranks // A_NODE)]
     dog = Watchdog(600.0)
     began = time.process_time()
     for number, frame in enumerate(frames):
         for heard in ends[1].receive(frame)[0]:
-            dog.hear(f"node{number}", Digest(**heard["progress"]))
+            assert isinstance(heard, NodeAlive)
+            assert heard.progress is not None
+            dog.hear(f"node{number}", heard.progress)
     heard_s = time.process_time() - began
     lengths = {
         "bytes a node": len(frames[0]),

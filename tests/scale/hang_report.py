@@ -12,7 +12,8 @@ from unittest.mock import patch
 from tests.scale import Curve
 from toolkit import hang
 from toolkit.files import rundir
-from toolkit.nodes.agent.link import Message
+from toolkit.files.rundir import RunDir
+from toolkit.nodes.agent.messages import StacksAnswered, StacksOrder
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.start.agents import Agents
 from toolkit.plugins.node_watch import investigation, stack_digest
@@ -32,14 +33,14 @@ class Nodes:
         self._last = ranks - 1
         self.slowest_s, self.longest = 0.0, 0
 
-    def ask(self, orders: Mapping[str, Message], wait_s: float) -> Mapping[str, Message]:
-        return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
+    def ask(self, orders: Mapping[str, StacksOrder], wait_s: float) -> Mapping[str, StacksAnswered]:
+        return {host: StacksAnswered(order.request, json.loads(self._digest(order))) for host, order in orders.items()}
 
-    def _digest(self, order: Message) -> str:
-        standings = [Standing(rank, "in a step", 7, 300.0, False) for rank, *_ in order["standings"]]
+    def _digest(self, order: StacksOrder) -> str:
+        standings = [Standing(each.rank, "in a step", 7, 300.0, False) for each in order.standings]
         began = time.monotonic()
         with patch.object(stack_digest, "stack_text", self._read):
-            text = stack_digest.digest(Path(order["folder"]), standings)
+            text = stack_digest.digest(RunDir(Path(order.run)).attempt_logs(order.attempt), standings)
         self.slowest_s, self.longest = max(self.slowest_s, time.monotonic() - began), max(self.longest, len(text))
         return text
 

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -27,6 +26,7 @@ from toolkit.base import this_node
 from toolkit.files import rundir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, AuthenticatedLink
+from toolkit.nodes.agent.messages import AgentHere, LeaveOrder, NodeAlive, NodeRequest, ReportsOrder, RequestAnswered
 from toolkit.nodes.agent.reports import Digest
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agents as launched
@@ -45,10 +45,9 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
     this_node.claim_all()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
     links: dict[socket.socket, AuthenticatedLink] = {}
-    here = {"is": "here", "start": int(start), "again": False}
     for host in hosts:
         connection, link = socket.create_connection(("127.0.0.1", int(port))), AuthenticatedLink(secret, "agent")
-        connection.sendall(link.greeting + link.send(here | {"host": host}))
+        connection.sendall(link.greeting + link.send(AgentHere(host, int(start), again=False)))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link
     # The nodes send at even distances within a second, as agents that started at random do.
@@ -63,9 +62,9 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
                 continue
             messages, answer = links[connection].receive(data)
             for message in messages:
-                if "request" in message:
-                    answer += links[connection].send({"is": "answer", "request": message["request"]})
-                if message["do"] == "leave":
+                if isinstance(message, NodeRequest):
+                    answer += links[connection].send(RequestAnswered(message.request))
+                if isinstance(message, LeaveOrder):
                     connection.shutdown(socket.SHUT_WR)
             with contextlib.suppress(OSError):  # it has gone
                 connection.sendall(answer)
@@ -75,7 +74,7 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
             if connection in links:
                 digest = Digest(1, RANKS_A_NODE, 0, int(time.time() * 1000), 7, 7)
                 with contextlib.suppress(OSError):
-                    connection.sendall(links[connection].send({"is": "alive", "progress": asdict(digest)}))
+                    connection.sendall(links[connection].send(NodeAlive(digest)))
 
 
 class Starter:
@@ -130,7 +129,7 @@ def serve(nodes: int) -> Mapping[str, float]:
         there_s = time.monotonic() - began
         oldest_s, cpu_s = _watch(events, nodes)
         began = time.monotonic()
-        answers = agents.ask({host: {"do": "hear_ranks"} for host in hosts}, LIMIT_S)
+        answers = agents.ask(dict.fromkeys(hosts, ReportsOrder()), LIMIT_S)
         asked_s = time.monotonic() - began
         began = time.monotonic()
         # The supervisor reads the end of the connection, as when the node's agent has died.

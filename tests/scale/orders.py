@@ -5,7 +5,6 @@ The agents here only count the orders.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from tests.scale import Curve
 from toolkit.files import rundir
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message, encoded
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher
 
@@ -30,7 +29,7 @@ def start(nodes: int) -> Mapping[str, float]:
     sizes: list[int] = []
 
     def send(host: str, order: Message) -> None:
-        sizes.append(len(json.dumps(order)))
+        sizes.append(len(encoded(order)))
 
     known = {"environ": dict(os.environ), "reports_token": "1", "ensure": lambda _: None}
     agents: Any = SimpleNamespace(hosts={*hosts}, send=send, lock=nullcontext(), **known)

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, ok, preflight
@@ -31,15 +31,15 @@ class Agents:
     def __init__(self, events: SimpleQueue[Any]) -> None:
         self.told_bytes, self._events = 0, events
 
-    def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+    def request(self, orders: Mapping[str, CheckOrder], heard: SimpleQueue[Any]) -> int:
         hosts = list(orders)
         for host in [*(host for number, host in enumerate(hosts) if number % 3), *hosts[::3]]:
-            request = CheckRequest(**json.loads(orders[host]["command"][-1]))
-            self.told_bytes += len(" ".join(orders[host]["command"]))
+            request = CheckRequest(**json.loads(orders[host].command[-1]))
+            self.told_bytes += len(" ".join(orders[host].command))
             os.mknod(Path(request.folder) / host)
             now = time.time()
             answer = CheckAnswer(host, now, now, tuple(ok(check, "?") for check in CHECKS))
-            message = {"text": json.dumps(asdict(answer)), "began": now, "ended": now}
+            message = CheckAnswered(0, json.dumps(asdict(answer)), now, now)
             heard.put(NodeAnswered(host, message, now, now))
         return 0
 

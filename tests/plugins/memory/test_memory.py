@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +359,7 @@ def test_a_step_without_the_common_part_or_the_part_of_one_rank_is_none() -> Non
 def test_only_what_a_node_lacks_is_sent() -> None:
     everything: list[tuple[int, int | None]] = [(5, None), *[(5, rank) for rank in range(4)]]
     reports = {0: held(0, *everything, size=2), 1: MemoryReport(0, 2), 2: held(2, size=2), 3: MemoryReport(2, 2)}
-    assert plan_restore(reports, 0).transfers == [Transfer(0, 2, None), Transfer(0, 2, 2), Transfer(1, 3, 3)]
+    assert plan_restore(reports, 0).transfers == (Transfer(0, 2, None), Transfer(0, 2, 2), Transfer(1, 3, 3))
 
 
 def test_the_common_part_comes_from_each_holder_in_turn() -> None:
@@ -370,8 +369,8 @@ def test_the_common_part_comes_from_each_holder_in_turn() -> None:
 
 
 def test_a_plan_is_told_whole() -> None:
-    told = RestorePlan((2, 5), [], [Transfer(0, 1, None), Transfer(0, 1, 1)], True)
-    assert RestorePlan.from_json(json.loads(json.dumps(asdict(told)))) == told
+    told = RestorePlan((2, 5), (), (Transfer(0, 1, None), Transfer(0, 1, 1)), True)
+    assert RestorePlan.from_json(json.loads(json.dumps(told.to_json()))) == told
 
 
 def test_nodes_of_different_size_have_no_partners() -> None:

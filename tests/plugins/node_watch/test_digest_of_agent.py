@@ -31,5 +31,5 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
         ((1,), "has not joined the others (mine.py:1)", True),
         ((2,), "has not started", False),
     ]
-    assert groups[0].place[1] == 7
+    assert groups[0].place[1] == 8
     site.close()

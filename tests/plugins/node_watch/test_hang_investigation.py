@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from traceback import FrameSummary
 from typing import cast
@@ -23,7 +22,7 @@ from toolkit import hang
 from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import StacksAnswered, StacksOrder, encoded
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.start.agents import Agents
 from toolkit.plugins.node_watch import investigation, stack_digest
@@ -376,11 +375,11 @@ class Nodes:
 
     def __init__(self, groups: Mapping[str, str], silent: Sequence[str] = ()) -> None:
         self._groups, self.silent_hosts = groups, silent
-        self.orders: Mapping[str, Message] = {}
+        self.orders: Mapping[str, StacksOrder] = {}
 
-    def ask(self, orders: Mapping[str, Message], wait_s: float) -> Mapping[str, Message]:
+    def ask(self, orders: Mapping[str, StacksOrder], wait_s: float) -> Mapping[str, StacksAnswered]:
         self.orders = orders
-        return {host: {"groups": json.loads(text)} for host, text in self._groups.items()}
+        return {host: StacksAnswered(1, json.loads(text)) for host, text in self._groups.items()}
 
 
 A_NODE = 8
@@ -393,7 +392,7 @@ def node_ranks(node: int) -> range:
 def answer_of(node: int, culprit: int | None = None) -> str:
     """Return the answer of a node whose ranks are in an all-reduce. Only ``culprit`` is not."""
     stacks_of = {number: LOADER if number == culprit else ALL_REDUCE for number in node_ranks(node)}
-    return json.dumps([astuple(each) for each in group(rank(number, stack) for number, stack in stacks_of.items())])
+    return json.dumps([each.to_json() for each in group(rank(number, stack) for number, stack in stacks_of.items())])
 
 
 def unknown(nodes: int) -> dict[str, list[Standing]]:
@@ -414,7 +413,7 @@ def test_of_two_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
     assert time.monotonic() - begun < 10
     assert len(groups) == 2
     assert (named, line) == ([culprit], f"in a step, {212.4 + culprit:.0f} s; {8 * count - 1} others in all_reduce")
-    assert max(len(json.dumps(order)) for order in nodes.orders.values()) < 1000
+    assert max(len(encoded(order)) for order in nodes.orders.values()) < 1200
 
 
 def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDir) -> None:

@@ -20,10 +20,17 @@ from toolkit.base import fsio
 from toolkit.cli import run_facts
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import (
+    NodeRequest,
+    RankActivity,
+    RequestAnswered,
+    StacksAnswered,
+    StacksOrder,
+    WatchRanksOrder,
+)
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.launcher import AllRanksEnded, Events, RankActivity, RanksFinished, RankWatchEnded
+from toolkit.nodes.start.launcher import AllRanksEnded, Events, RanksFinished
 from toolkit.plugins.node_watch import investigation, stack_digest
 from toolkit.run.attempt.error_files import read_error_file
 from toolkit.run.supervise import attempt_loop
@@ -36,13 +43,16 @@ class StackReaders(NodeAgents):
     def __init__(self, *known: Standing) -> None:
         self._known = {standing.rank: standing for standing in known}
 
-    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
-        return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
+    def ask(self, orders: Mapping[str, NodeRequest], wait_s: float) -> Mapping[str, RequestAnswered]:
+        answers = dict[str, RequestAnswered]()
+        for host, order in orders.items():
+            assert isinstance(order, StacksOrder)
+            answers[host] = StacksAnswered(order.request, json.loads(self._digest(order)))
+        return answers
 
-    def _digest(self, order: Message) -> str:
-        standings = [Standing(*standing) for standing in order["standings"]]
-        folder = RunDir(Path(order["run"])).attempt_logs(order["attempt"])
-        return stack_digest.digest(folder, [self._known.get(s.rank, s) for s in standings])
+    def _digest(self, order: StacksOrder) -> str:
+        folder = RunDir(Path(order.run)).attempt_logs(order.attempt)
+        return stack_digest.digest(folder, [self._known.get(s.rank, s) for s in order.standings])
 
 
 def hangs(ranks: Ranks) -> None:
@@ -123,18 +133,18 @@ class ScriptWatchers(StackReaders):
         self._ranks, self._silent, self._stacks = ranks, silent, stacks
         self.watched: list[tuple[int, bool]] = []  #: attempt, and whether its ranks are to be watched from now on
 
-    def request(self, orders: Mapping[str, Message], heard: Events) -> None:
+    def request(self, orders: Mapping[str, WatchRanksOrder], heard: Events) -> None:
         assert [*orders] == ["node1", "node2"]
         order = orders["node1"]
-        self.watched.append((order["attempt"], bool(order["command"])))
+        self.watched.append((order.attempt, bool(order.command)))
         for rank in self._silent if self.watched == [(1, True)] else ():
             self._ranks.events.put(RankActivity(1, rank, "silent", 0.6))
 
-    def _digest(self, order: Message) -> str:
-        assert order["outside"]
-        assert order["may_end"]
+    def _digest(self, order: StacksOrder) -> str:
+        assert order.outside
+        assert order.may_end
         for rank, text in self._stacks.items():
-            fsio.write_atomic(hang.stack_path(RunDir(Path(order["run"])).attempt_logs(1), rank), text + hang.ANSWERED)
+            fsio.write_atomic(hang.stack_path(RunDir(Path(order.run)).attempt_logs(1), rank), text + hang.ANSWERED)
         return super()._digest(order)
 
 
@@ -188,16 +198,6 @@ def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
     watch_script(run, Ranks(gives_up, lambda ranks: ranks.events.put(AllRanksEnded(0))), silent=[1])
     assert run.attempts()[0].cause == "crashed"
     assert re.search(r"silent for [12] s or longer before: rank 1\b", caplog.text)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_node_whose_watch_has_ended_is_named_in_the_log(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    def loses_its_watch(ranks: Ranks) -> None:
-        ranks.events.put(RankWatchEnded(1, "node2"))
-        ends_later(ranks)
-
-    watch_script(run, Ranks(loses_its_watch))
-    assert "node node2: the watch for silent ranks has ended, a hang is not noticed: see agent-node2.log" in caplog.text
 
 
 @pytest.mark.usefixtures("impatient")

@@ -12,8 +12,8 @@ from tests.waiting import wait_for
 from toolkit import hang
 from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RANK_VARIABLE
+from toolkit.nodes.agent.messages import RankActivity, WatchRanksOrder
 from toolkit.nodes.agent.reports import Standing
-from toolkit.nodes.start.launcher import RankActivity, RankWatchEnded
 from toolkit.plugins.node_watch import investigation
 from toolkit.plugins.node_watch.investigation import SilentRanks
 
@@ -86,7 +86,9 @@ def test_ended_ranks_are_not_waited_for_and_a_run_without_ranks_does_not_hang() 
     assert not nodes.is_stuck(1000)
 
 
-def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(tmp_path: Path) -> None:
+def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     site = Site(tmp_path)
     mark = f"{RANK_VARIABLE}={site.run.mark_of_rank(1, 0)}"
     site.start(f"exec env {mark} PYTHONFAULTHANDLER=1 {sys.executable} -c 'import time; time.sleep(600)'")
@@ -97,7 +99,7 @@ def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(tmp_path: Pat
             pid for pid in hang.children(site.agent) if "silent_scripts" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
 
-    site.agents.request({"here": {"do": "watch_ranks", "attempt": 1, "command": command}}, site.events)
+    site.agents.request({"here": WatchRanksOrder(1, tuple(command))}, site.events)
     news = site.next()
     assert (news.attempt, news.rank, news.state) == (1, 0, "silent")
     assert news.still_s > 0.5
@@ -105,7 +107,16 @@ def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(tmp_path: Pat
     (group,) = investigation.look(site.agents, site.run, 1, ranks, {}, outside=True, may_end=True)
     assert (group.ranks, group.doing, group.has_answered) == ((0,), "silent", True)
     assert len(watches()) == 1
-    site.agents.request({"here": {"do": "watch_ranks", "attempt": 1, "command": []}}, site.events)
+    site.agents.request({"here": WatchRanksOrder(1, ())}, site.events)
     wait_for(lambda: not watches(), 5, "the end of the watch")
     site.close()
-    assert not any(isinstance(site.events.get(), RankWatchEnded) for _ in range(site.events.qsize()))
+    assert "has ended, a hang is not noticed" not in caplog.text
+
+
+def test_a_watch_that_ends_by_itself_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    site = Site(tmp_path)
+    site.start("exec sleep 600")
+    site.agents.request({"here": WatchRanksOrder(1, ("true",))}, site.events)
+    words = "node here: the watch for silent ranks has ended, a hang is not noticed: see agent-here.log"
+    wait_for(lambda: words in caplog.text, 20, words)
+    site.close()

@@ -41,7 +41,7 @@ class Asked(Investigation):
         super().__init__(cast(Any, SimpleNamespace(run=run)), cast(Any, self.attempt), cast(Any, None))
 
     def read_stacks(self, reports: Watchdog | None) -> list[RankGroup]:
-        return [RankGroup((True, 5, 1, True), "in a step", True, True, (0, 1), 2.0, STACK)]
+        return [RankGroup((1, 6, 1, 1), "in a step", True, True, (0, 1), 2.0, STACK)]
 
     def answer_to(self, run: RunDir) -> Answer:
         number = stop_request.put(run, UserRequest(Wish.STACKS, time.time()))

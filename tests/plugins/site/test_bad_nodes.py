@@ -14,6 +14,7 @@ from tests.unit.run.test_supervisor import Ranks, completes
 from tests.unit.run.test_supervisor_nodes import AGENTS, HOSTS, UnheardKill, network, run, slurm, supervise  # noqa: F401
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
+from toolkit.nodes.agent.messages import CheckAnswered
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import RanksExited
@@ -96,9 +97,7 @@ def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
 ) -> None:
     ranks = Ranks(completes)
     preflight.bad = {"node1": "the disk is full"}
-    preflight.meanwhile = lambda: ranks.events.put(
-        NodeAnswered("node3", {"text": "", "began": 0.0, "ended": 0.0}, 0.0, 0.0)
-    )
+    preflight.meanwhile = lambda: ranks.events.put(NodeAnswered("node3", CheckAnswered(1, "", 0.0, 0.0), 0.0, 0.0))
     assert supervise(run, slurm, ranks, spare=1) == 0
     assert run.attempts()[0].nodes == ("node2", "node3")
 

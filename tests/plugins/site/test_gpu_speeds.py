@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from toolkit.nodes.agent.messages import CheckAnswered
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
 from toolkit.plugins.site import gpu_measure as gpu_speed
@@ -59,7 +60,7 @@ class PlayedAgents:
             if host == "dead":
                 heard.put(NodeSilent(host, "it was lost", is_certain=False))
             elif host != "hangs":
-                message = {"text": text([1.0, 1.0 if host == "n1" else 0.5], [1.0, 1.0])}
+                message = CheckAnswered(3, text([1.0, 1.0 if host == "n1" else 0.5], [1.0, 1.0]), 0.0, 0.0)
                 heard.put(NodeAnswered(host, message, 0.0, 0.0))
         return 3
 
@@ -71,7 +72,7 @@ def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
     agents, events = PlayedAgents(), SimpleQueue[Any]()
     found = gpu_speeds.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
     assert {*agents.asked} == {"n1", "n2", "dead"}
-    assert agents.asked["n1"]["command"][-2] == "toolkit.plugins.site.gpu_measure"
+    assert agents.asked["n1"].command[-2] == "toolkit.plugins.site.gpu_measure"
     assert {*found} == {"n2"}
 
 

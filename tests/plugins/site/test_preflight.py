@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from toolkit.base import fsio
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, host, ok, preflight
@@ -46,10 +46,10 @@ class Agents:
         self.requests: dict[str, CheckRequest] = {}
         self._plays, self._events = plays, events
 
-    def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+    def request(self, orders: Mapping[str, CheckOrder], heard: SimpleQueue[Any]) -> int:
         assert heard is self._events
         for name, order in orders.items():
-            self.requests[name] = CheckRequest(**json.loads(order["command"][-1]))
+            self.requests[name] = CheckRequest(**json.loads(order.command[-1]))
             play = self._plays.get(name, Play())
             if play.after_s:
                 threading.Timer(play.after_s, self._answer, [name, play]).start()
@@ -71,7 +71,7 @@ class Agents:
         now = time.time()
         answer = CheckAnswer(host, now, now, (ok("shared folder", "same"), *play.findings))
         text = json.dumps(asdict(answer)) + "\n" if play.says_instead is None else play.says_instead
-        message = {"text": text, "began": now + play.lead_s, "ended": now + play.lead_s + 0.001}
+        message = CheckAnswered(0, text, now + play.lead_s, now + play.lead_s + 0.001)
         self._events.put(NodeAnswered(host, message, now, now + 0.001))
 
 
@@ -259,9 +259,9 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     monkeypatch.setattr(host, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest))
 
     class Many(Agents):
-        def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+        def request(self, orders: Mapping[str, CheckOrder], heard: SimpleQueue[Any]) -> int:
             # an order that names all nodes would be sent 3,000 times
-            assert max(len(" ".join(order["command"])) for order in orders.values()) < 1000
+            assert max(len(" ".join(order.command)) for order in orders.values()) < 1000
             super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3}, heard)
             return super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3 == 0}, heard)
 

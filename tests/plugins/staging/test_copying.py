@@ -27,7 +27,7 @@ from tests.unit.nodes.test_steps import await_true
 from toolkit.base import fsio, staged, this_node
 from toolkit.config import JobConfig
 from toolkit.nodes.agent.helpers import Helpers
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message, NodeStaged, StacksOrder, StageOrder
 from toolkit.nodes.start import agent_starters
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
@@ -429,7 +429,7 @@ class Copying(NodeStaging):
         self.staged: list[Any] = []
 
     def take_message(self, host: str, message: Any) -> None:
-        if message["is"] == "staged":
+        if isinstance(message, NodeStaged):
             self.staged.append(message)
 
 
@@ -455,14 +455,14 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     copying = Copying(site)
     opened(site)
     copying.order(CopyRequest((Package("/set", "key", "/set.tar", 0, 0, True, 0, 0),)), wait_s=60.0)
-    stacks_order = {"do": "stacks", "attempt": 1, "command": ["stack-reader"], "standings": []}
+    stacks_order = StacksOrder(1, ("stack-reader",), "/run", ())
     site.agents.request({"here": stacks_order}, site.events)
     log = site.run.path / "logs"
     await_true(lambda: any("monitor has ended" in file.read_text() for file in log.rglob("agent-*.log")))
     await_true(lambda: copying.staged)
-    assert "Resource temporarily unavailable" in copying.staged[0]["problems"][0]
+    assert "Resource temporarily unavailable" in copying.staged[0].problems[0]
     check(site, ["true"])
-    assert "cannot be started" in site.next().message["text"]
+    assert "cannot be started" in site.next().message.text
     (said,) = (file.read_text() for file in log.rglob("agent-*.log"))
     for text in ("on_node import main; main() cannot be started", "stack-reader cannot be started"):
         assert text in said
@@ -495,7 +495,7 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(
     opened(site)
     copying.order(CopyRequest(tuple(packages), str(tmp_path / "node")), wait_s=60.0)
     await_true(lambda: copying.staged)
-    copies = copying.staged[0]["copies"]
+    copies = copying.staged[0].copies
     assert [*copies] == [str(each) for each in sources]
 
     def attempt() -> Any:
@@ -507,12 +507,11 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(
     assert attempt() == copies
     (Path(copies[str(sources[0])]) / "part").unlink()  # as a cleaner of the node's disk does
     assert attempt() == {str(sources[1]): copies[str(sources[1])]}
-    assert "set: files of its copy were removed from this node's disk" in copying.staged[1]["problems"][0]
+    assert "set: files of its copy were removed from this node's disk" in copying.staged[1].problems[0]
     site.close()
 
 
-ORDER: Message = {"request": {}}
-WHOLE = {"copies": {"/data": "/tmp/copy"}, "problems": [], "damaged": [], "took_s": 1.5}
+WHOLE = NodeStaged({"/data": "/tmp/copy"}, (), (), 1.5)
 
 
 def printing(text: str) -> tuple[str, ...]:
@@ -550,7 +549,7 @@ class Serving:
 @pytest.mark.parametrize(
     "text",
     [
-        json.dumps(WHOLE)[:-30],
+        json.dumps(WHOLE.to_json())[:-30],
         "[1, 2]",
         "null",
         '{"copies": []}',
@@ -564,11 +563,13 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
 ) -> None:
     monkeypatch.setattr(copies, "COPY_COMMAND", printing(text))
     agent = Serving()
-    agent.keeper.stage({**ORDER, "wait_s": 60.0})
+    agent.keeper.stage(StageOrder({}, 60.0))
     agent.serve()
     assert (agent.copies, agent.is_held) == ({}, False)  # the ranks need not wait
-    assert agent.sent[0]["copies"] == {}
-    assert "the copying was killed" in agent.sent[0]["problems"][0]
+    (sent,) = agent.sent
+    assert isinstance(sent, NodeStaged)
+    assert sent.copies == {}
+    assert "the copying was killed" in sent.problems[0]
     assert "the answer of a helper that is none was ignored" in caplog.text
 
 
@@ -579,10 +580,10 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
 def test_without_a_certain_answer_no_copy_is_used(
     text: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "COPY_COMMAND", printing(json.dumps(WHOLE)))
+    monkeypatch.setattr(copies, "COPY_COMMAND", printing(json.dumps(WHOLE.to_json())))
     monkeypatch.setattr(copies, "CHECK_COMMAND", printing(text))
     agent = Serving()
-    agent.keeper.stage({**ORDER, "wait_s": 0.0})
+    agent.keeper.stage(StageOrder({}, 0.0))
     agent.serve()
     agent.keeper.check()
     assert not agent.selector.get_map(), "it was whole a moment ago"
@@ -593,7 +594,7 @@ def test_without_a_certain_answer_no_copy_is_used(
     agent.helpers.pids.clear()
     agent.serve()
     assert (agent.copies, agent.is_held) == (left, False)
-    assert agent.sent[0] == {"is": "staged", **WHOLE}
+    assert agent.sent[0] == WHOLE
     assert len(agent.sent) == (1 if left else 2)
 
 

@@ -18,6 +18,7 @@ from tests.waiting import wait_for
 from toolkit.base import this_node
 from toolkit.config import JobConfig
 from toolkit.files import rundir
+from toolkit.nodes.agent.messages import NodeStaged, StageOrder, WarmOrder, ZygoteReady
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.plugins.staging import supervisor_side as staging
@@ -54,7 +55,7 @@ class NoLauncher(AgentLauncher):
 
     @property
     def orders(self) -> list[Any]:
-        return [message for _, message in self.played.sent if message["do"] == "stage"]
+        return [message for _, message in self.played.sent if isinstance(message, StageOrder)]
 
 
 class Start:
@@ -77,21 +78,19 @@ class Start:
 
     def import_all(self, import_s: float, waited_s: float, *, is_of_a_copy: bool = False) -> None:
         for host in HOSTS:
-            took = {"import_s": import_s, "waited_s": waited_s}
-            self.staging.take_message(host, {"is": "imported", **took, "is_of_a_copy": is_of_a_copy})
+            self.staging.take_message(host, ZygoteReady(import_s, waited_s, is_of_a_copy, has_torch=True))
 
     def request(self) -> Any:
         wait_for(self.staging._is_packed.is_set, 20, "packages")
         orders = self.launcher.orders
-        return orders[0]["request"] if orders else None
+        return orders[0].request if orders else None
 
     def copy_all(self, took_s: float, *problems: str, damaged: tuple[str, ...] = ()) -> None:
         for host in HOSTS:
             self.copied(host, *problems, took_s=took_s, damaged=damaged)
 
     def copied(self, host: str, *problems: str, took_s: float, damaged: tuple[str, ...] = ()) -> None:
-        answer = {"copies": {}, "problems": list(problems), "damaged": damaged, "took_s": took_s}
-        self.staging.take_message(host, {"is": "staged", **answer})
+        self.staging.take_message(host, NodeStaged({}, problems, damaged, took_s))
 
     def says(self, text: str) -> None:
         wait_for(lambda: text in self.told, 20, f"{text!r} in {self.told!r}")
@@ -123,7 +122,7 @@ def test_auto_copies_in_the_background_what_has_waited_for_the_disk(environment:
     start.import_all(9.0, 6.5)
     [made] = start.request()["packages"]
     [order] = start.launcher.orders
-    assert (made["source"], order["wait_s"]) == (str(environment), 0.0)
+    assert (made["source"], order.wait_s) == (str(environment), 0.0)
     start.copy_all(took_s=2.0)
     start.says("nodes with a copy: 2 of 2, made within 2.0 s")
     assert "imports took 9.0 s, of this 6.5 s in wait for files" in start.told
@@ -132,8 +131,8 @@ def test_auto_copies_in_the_background_what_has_waited_for_the_disk(environment:
     later = Start(tmp_path)
     assert later.launcher.holds_zygotes
     later.request()
-    assert 0.0 < later.launcher.orders[0]["wait_s"] < 6.5
-    assert later.launcher.played.sent[-1] == ("all", {"do": "warm"})  # after the orders to copy
+    assert 0.0 < later.launcher.orders[0].wait_s < 6.5
+    assert later.launcher.played.sent[-1] == ("all", WarmOrder())  # after the orders to copy
     later.copy_all(took_s=0.0)
     later.staging.wait(HOSTS, SimpleQueue())
     later.import_all(2.4, 0.1, is_of_a_copy=True)
@@ -174,7 +173,7 @@ def test_always_waits_for_the_copies_and_a_signal_ends_the_wait(environment: Pat
     start, events = Start(tmp_path, "always"), SimpleQueue[Any]()
     assert start.launcher.holds_zygotes
     start.request()
-    assert 1700 < start.launcher.orders[0]["wait_s"] <= staging.MOST_WAIT_S
+    assert 1700 < start.launcher.orders[0].wait_s <= staging.MOST_WAIT_S
     events.put(Signalled(signal.SIGTERM))
     start.staging.wait(HOSTS, events)
     assert events.get() == Signalled(signal.SIGTERM)
@@ -195,7 +194,7 @@ def test_what_cannot_be_copied_is_named_and_the_run_goes_on(environment: Path, t
     assert f"{closed} is not copied to the nodes: {closed}: No such file or directory" in start.told
     nothing = Start(tmp_path, "never", (str(closed),))
     nothing.staging.wait(HOSTS, SimpleQueue())
-    assert nothing.launcher.played.sent == [("all", {"do": "warm"})]
+    assert nothing.launcher.played.sent == [("all", WarmOrder())]
 
 
 def test_figures_and_packages_in_a_folder_that_others_may_write_to_are_refused(
@@ -235,7 +234,7 @@ def test_copies_are_not_waited_for_without_limit(
     data.write_text("x")
     start = Start(tmp_path, "never", (str(data),)) if is_data else Start(tmp_path, "always")
     start.request()
-    assert start.launcher.orders[0]["wait_s"] <= 1.0
+    assert start.launcher.orders[0].wait_s <= 1.0
     start.staging.wait(HOSTS, SimpleQueue())
     assert "the copies are not there in time, within 1 s: this start does without" in start.told
 

@@ -24,7 +24,7 @@ def environments(folder: Path, allocation: Allocation, environ: dict[str, str]) 
     store: Any = launcher.start_store(1, allocation.world_size, "node1", environ, SimpleQueue())
     step: Any = launcher.start(1, allocation, [*MODULE, "toolkit", "run"], environ, SimpleQueue(), store)
     orders = [step.orders[host] for host in allocation.hosts]
-    return [{**order["environ"], **process["environ"]} for order in orders for process in order["processes"]]
+    return [{**order.environ, **process.environ} for order in orders for process in order.processes]
 
 
 def test_each_rank_is_told_what_srun_would_tell_a_task(tmp_path: Path) -> None:

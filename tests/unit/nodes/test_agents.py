@@ -24,7 +24,18 @@ from tests.waiting import processes_with, wait_for
 from toolkit.files import rundir
 from toolkit.nodes.agent import link
 from toolkit.nodes.agent.link import AuthenticatedLink
-from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, addresses
+from toolkit.nodes.agent.messages import (
+    AgentHere,
+    AgentSignalled,
+    CheckAnswered,
+    CheckOrder,
+    LeaveOrder,
+    ProcessEnded,
+    ReportsOrder,
+    StacksAnswered,
+    StacksOrder,
+)
+from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, Standing, addresses
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agent_launcher, agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
@@ -350,13 +361,13 @@ def test_a_listener_that_fails_is_named_once_and_the_ranks_run(
             self.messages: list[Any] = []
 
         def take_message(self, host: str, message: Any) -> None:
-            self.messages.append(message["is"])
+            self.messages.append(type(message))
 
     site, listening = Site(tmp_path), Listening()
     site.agents.listeners = (Failing(), listening)
     site.start("true")
     assert site.next() == AllRanksEnded(0)
-    assert "ended" in listening.messages
+    assert ProcessEnded in listening.messages
     (line,) = [record.message for record in caplog.records if "hears no more" in record.message]
     assert "no number" in line
     assert len(site.agents.listeners) == 1
@@ -501,7 +512,7 @@ def returning(folder: Path, *hosts: str) -> Iterator[tuple[Agents, Connected, di
         for host, connection in zip(hosts, connections, strict=True):
             agent = AuthenticatedLink(at.secret, "agent")
             agent.receive(connection.recv(32, socket.MSG_WAITALL))
-            connection.sendall(agent.greeting + agent.send({"is": "here", "host": host, "start": 0, "again": True}))
+            connection.sendall(agent.greeting + agent.send(AgentHere(host, 0, again=True)))
             played[host] = connection, agent
         assert {user.hosts.get(timeout=TIMEOUT_S) for _ in hosts} == {*hosts}
         yield site, user, played
@@ -518,7 +529,7 @@ def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_rest(t
     with returning(tmp_path, "node1", "node2") as (site, user, played):
         with site.lock:
             for connection, agent in played.values():
-                connection.sendall(agent.send({"is": "signalled"}))
+                connection.sendall(agent.send(AgentSignalled()))
             time.sleep(0.2)  # the thread has seen that both have sent something, and waits for the lock
             site.drop("node2", "given up")
         assert [user.hosts.get(timeout=TIMEOUT_S) for _ in range(2)] == ["node2", "node1"]
@@ -533,7 +544,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     (peer,) = site.agents._peers.values()
     overheard = AuthenticatedLink(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
-    words = overheard.greeting + overheard.send({"is": "here", "host": "here", "again": False})
+    words = overheard.greeting + overheard.send(AgentHere("here", 0, again=False))
     with call(site) as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)
@@ -547,13 +558,12 @@ def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_s
     await_true(lambda: site.store.port == 7)
     late = AuthenticatedLink(site.endpoint.secret, "agent")
     with call(site) as connection:
-        here = {"is": "here", "host": "here", "start": 1, "again": False}
         late.receive(connection.recv(32, socket.MSG_WAITALL))
-        connection.sendall(late.greeting + late.send(here))
+        connection.sendall(late.greeting + late.send(AgentHere("here", 1, again=False)))
         orders: list[Any] = []
         while not orders:
             orders, _ = late.receive(connection.recv(1 << 16))
-    assert orders == [{"do": "leave"}]
+    assert orders == [LeaveOrder()]
     assert site.agents.hosts == {"here"}
     assert not gone(site.agent)
     site.close()
@@ -567,7 +577,7 @@ def opened(site: Site, **environ: str) -> None:
 
 
 def check(site: Site, command: Sequence[str]) -> None:
-    site.agents.request({"here": {"do": "check", "command": command}}, site.events)
+    site.agents.request({"here": CheckOrder(tuple(command))}, site.events)
 
 
 def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> None:
@@ -576,9 +586,10 @@ def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> No
     check(site, ["sh", "-c", "echo $PPID is well"])
     answered = site.next()
     assert isinstance(answered, NodeAnswered)
-    assert (answered.host, answered.message["text"]) == ("here", f"{site.agent} is well\n")
-    began, ended = answered.message["began"], answered.message["ended"]
-    assert before < answered.asked < began < ended < answered.received
+    checked = answered.message
+    assert isinstance(checked, CheckAnswered)
+    assert (answered.host, checked.text) == ("here", f"{site.agent} is well\n")
+    assert before < answered.asked < checked.began < checked.ended < answered.received
     site.close()
 
 
@@ -586,7 +597,7 @@ def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
     site = Site(tmp_path)
     opened(site)
     check(site, ["/no/such/program"])
-    assert "/no/such/program" in site.next().message["text"]
+    assert "/no/such/program" in site.next().message.text
     site.close()
 
 
@@ -608,7 +619,7 @@ def test_checks_are_over_with_their_line_whatever_still_hangs(tmp_path: Path) ->
     site = Site(tmp_path)
     opened(site)
     check(site, ["sh", "-c", "echo well; exec sleep 600"])
-    assert site.next().message["text"] == "well\n"
+    assert site.next().message.text == "well\n"
     site.close()
 
 
@@ -653,7 +664,7 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
         site.agents.ask_for_unanswered()
         told = site.next()
     assert told.host == "here"
-    assert "127.0.0.9" in told.message["addresses"]
+    assert "127.0.0.9" in told.message.addresses
     assert site.agents.host_at("127.0.0.1") == "here"
     site.close()
 
@@ -746,18 +757,19 @@ def test_a_program_that_tells_what_ranks_do_gets_what_the_agent_knows_of_them(tm
     site = Site(tmp_path, ranks=2)
     site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
     until(site, FirstReports)
-    unknown = [(rank, None, None, 40.0, False) for rank in range(2)]
-    order = {"do": "stacks", "attempt": 1, "command": ["cat"], "standings": unknown}
-    asked = site.agents.ask({"here": order}, TIMEOUT_S)["here"]["groups"]
-    reported, has_not = asked["standings"]
-    assert (reported[:3], has_not) == ([0, "in a step", 7], [1, None, None, 40.0, False])
+    unknown = tuple(Standing(rank, None, None, 40.0, False) for rank in range(2))
+    order = StacksOrder(1, ("cat",), str(site.run.path), unknown)
+    answer = site.agents.ask({"here": order}, TIMEOUT_S)["here"]
+    assert isinstance(answer, StacksAnswered)
+    reported, has_not = StacksOrder.from_json(answer.groups).standings
+    assert (reported.phase, reported.step, has_not) == ("in a step", 7, unknown[1])
     site.close()
 
 
 def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start("sleep 600")
-    answers = site.agents.ask({host: {"do": "hear_ranks"} for host in ("here", "away")}, TIMEOUT_S)
+    answers = site.agents.ask(dict.fromkeys(("here", "away"), ReportsOrder()), TIMEOUT_S)
     assert list(answers) == ["here"]
     site.close()
 
@@ -768,7 +780,7 @@ def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     await_true(lambda: bool(site.agents.hosts))
     os.kill(site.agent, signal.SIGSTOP)
     Timer(0.2, os.kill, (site.agent, signal.SIGKILL)).start()
-    assert site.agents.ask({"here": {"do": "hear_ranks"}, "away": {"do": "hear_ranks"}}, 10 * TIMEOUT_S) == {}
+    assert site.agents.ask(dict.fromkeys(("here", "away"), ReportsOrder()), 10 * TIMEOUT_S) == {}
     site.close()
 
 

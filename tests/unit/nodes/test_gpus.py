@@ -187,7 +187,7 @@ def test_the_agent_hears_what_the_program_prints(
     monkeypatch: pytest.MonkeyPatch, program: str, expected: list[list[int]]
 ) -> None:
     played: Any = None
-    agent = node.Agent(played, b"", {}, played, None)
+    agent = node.Agent(played, b"", ("here", 1), played, None)
     monkeypatch.setattr(node, "GPUS_COMMAND", (sys.executable, "-I", "-S", "-c", program))
     agent._helpers.ask(node.GPUS_COMMAND, agent._processes.take_gpus)
     end = time.monotonic() + 30

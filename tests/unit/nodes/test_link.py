@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.nodes.agent.link import AuthenticatedLink, Message, StrangerError
+from toolkit.nodes.agent.link import AuthenticatedLink, StrangerError
+from toolkit.nodes.agent.messages import AgentHere, Heartbeat, LeaveOrder, Message, StoreInput
 
 SECRET = b"s" * 32
 
@@ -21,13 +22,14 @@ def pair(secret: bytes = SECRET) -> tuple[AuthenticatedLink, AuthenticatedLink]:
     return supervisor, agent
 
 
-MESSAGES = st.lists(st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=50), max_size=4), max_size=6)
+MESSAGES = st.lists(st.builds(StoreInput, st.integers(0, 9), st.text(max_size=50)), max_size=6)
+HERE = AgentHere("node1", 3, again=False)
 
 
 @given(MESSAGES, st.lists(st.integers(1, 90), min_size=1, max_size=40))
-def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[Message], sizes: list[int]) -> None:
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[StoreInput], sizes: list[int]) -> None:
     supervisor, agent = pair()
-    sent, got = b"".join(map(agent.send, messages)), []
+    sent, got = b"".join(map(agent.send, messages)), list[Message]()
     while sent:
         piece, sent = sent[: sizes[0]], sent[sizes[0] :]
         sizes = [*sizes[1:], sizes[0]]
@@ -37,17 +39,17 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[
 
 def test_what_is_said_before_the_greeting_follows_it() -> None:
     supervisor, agent = AuthenticatedLink(SECRET, "supervisor"), AuthenticatedLink(SECRET, "agent")
-    assert agent.send({"is": "here"}) == b""
+    assert agent.send(HERE) == b""
     assert supervisor.receive(agent.greeting)[0] == []
     _, answer = agent.receive(supervisor.greeting)
-    assert supervisor.receive(answer)[0] == [{"is": "here"}]
+    assert supervisor.receive(answer)[0] == [HERE]
     assert supervisor.is_genuine
 
 
 def test_who_does_not_know_the_secret_is_a_stranger() -> None:
     supervisor, agent = pair(secret=b"t" * 32)
     with pytest.raises(StrangerError):
-        supervisor.receive(agent.send({"is": "here"}))
+        supervisor.receive(agent.send(HERE))
     assert not supervisor.is_genuine
 
 
@@ -64,8 +66,8 @@ def test_garbage_is_refused_and_not_kept(garbage: bytes) -> None:
 
 def test_a_message_of_this_or_another_connection_is_not_taken_again() -> None:
     supervisor, agent = pair()
-    sent = agent.send({"do": "end"})
-    assert supervisor.receive(sent)[0] == [{"do": "end"}]
+    sent = agent.send(LeaveOrder())
+    assert supervisor.receive(sent)[0] == [LeaveOrder()]
     with pytest.raises(StrangerError):
         supervisor.receive(sent)
     another, _ = pair()
@@ -76,7 +78,7 @@ def test_a_message_of_this_or_another_connection_is_not_taken_again() -> None:
 def test_a_message_sent_back_to_its_sender_is_not_taken() -> None:
     supervisor, _ = pair()
     with pytest.raises(StrangerError):
-        supervisor.receive(supervisor.send({"do": "end"}))
+        supervisor.receive(supervisor.send(LeaveOrder()))
     mirrored = AuthenticatedLink(SECRET, "supervisor")
     with pytest.raises(StrangerError):
         mirrored.receive(mirrored.greeting)
@@ -85,8 +87,8 @@ def test_a_message_sent_back_to_its_sender_is_not_taken() -> None:
 @pytest.mark.parametrize("byte", [0, 3, 4, 20, 36, 40])
 def test_a_changed_bit_anywhere_in_a_message_is_noticed(byte: int) -> None:
     supervisor, agent = pair()
-    supervisor.receive(agent.send({"is": "here"}))
-    frame = bytearray(agent.send({"is": "alive", "time": 12.5}))
+    supervisor.receive(agent.send(HERE))
+    frame = bytearray(agent.send(Heartbeat()))
     frame[byte] ^= 1
     try:
         assert supervisor.receive(bytes(frame))[0] == []  # a greater length: it is waited for

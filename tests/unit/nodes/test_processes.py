@@ -15,11 +15,13 @@ import pytest
 from tests.waiting import wait_for
 from toolkit.nodes.agent import processes
 from toolkit.nodes.agent import processes as agent_processes
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message, OrderedProcess, ProcessEnded, ProcessNotStarted, StartOrder
 from toolkit.nodes.agent.processes import Processes, ZygoteClient
 
-#: What all orders here have in common.
-ORDER = {"environ": {}, "unset": [], "cpus_per_task": None, "tasks_per_gpu": 1, "gets_signals": False}
+
+def order(attempt: int, process: OrderedProcess, module: tuple[str, ...] | None = None) -> StartOrder:
+    """Return the order to start a process that ends at once."""
+    return StartOrder(attempt, module, ("true",), {}, (), (process,), None, 1, gets_signals=False)
 
 
 def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
@@ -37,17 +39,8 @@ def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
         return made[0], made[1]
 
     monkeypatch.setattr(os, "pipe", only_one)
-    store = {"rank": None, "environ": {}, "log": str(tmp_path / "logs/store.log")}
-    common = {
-        "module": None,
-        "command": ["true"],
-        "environ": {},
-        "unset": [],
-        "cpus_per_task": None,
-        "tasks_per_gpu": 1,
-    }
-    processes.start({"attempt": 3, "gets_signals": False, "processes": [store], **common})
-    assert sent == [{"is": "not_started", "attempt": 3, "rank": None, "why": "[Errno 24] Too many open files"}]
+    processes.start(order(3, OrderedProcess(None, {}, str(tmp_path / "logs/store.log"))))
+    assert sent == [ProcessNotStarted(3, None, "[Errno 24] Too many open files")]
     for file in made:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(file)
@@ -86,16 +79,7 @@ class Node:
 
     def start(self, attempt: int) -> None:
         """Order a rank that a zygote is to fork."""
-        rank = {"rank": 0, "environ": {}, "log": self._log}
-        common = {
-            "module": ["true"],
-            "command": ["true"],
-            "environ": {},
-            "unset": [],
-            "cpus_per_task": None,
-            "tasks_per_gpu": 1,
-        }
-        self.processes.start({"attempt": attempt, "gets_signals": False, "processes": [rank], **common})
+        self.processes.start(order(attempt, OrderedProcess(0, {}, self._log), ("true",)))
 
     def close(self) -> None:
         self.processes.end_all()
@@ -114,7 +98,9 @@ class Node:
         (pid,) = (pid for pid, child in self.processes._children.items() if child.attempt == attempt)
         _, status = os.waitpid(pid, 0)
         self.processes.note_end(pid, status)
-        assert self.sent[-1]["code"] == 0
+        ended = self.sent[-1]
+        assert isinstance(ended, ProcessEnded)
+        assert ended.code == 0
 
 
 def test_a_zygote_that_forks_nothing_is_replaced_and_costs_no_attempt(

@@ -11,6 +11,7 @@ import pytest
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.devices.kinds import one_visible
+from toolkit.nodes.agent.messages import OrderedProcess, StartOrder
 from toolkit.nodes.agent.processes import Processes
 from toolkit.nodes.agent.zygote import ForkOrder
 from toolkit.nodes.allocation import Allocation
@@ -33,14 +34,14 @@ def test_neighbouring_ranks_of_a_node_share_a_gpu_and_have_cpus_near_it(
     monkeypatch.setenv(CUDA, "2,5")
     node = Processes(selectors.DefaultSelector(), lambda message: None, None)
     node.near_gpus = [[4, 5, 6, 7], [0, 1, 2, 3]]
-    ranks = [{"rank": rank, "environ": {}, "log": str(tmp_path / f"{rank}.log")} for rank in range(4)]
-    order = {"attempt": 1, "module": None, "command": ["true"], "environ": {}, "unset": [], "gets_signals": False}
-    node.start({**order, "cpus_per_task": 2, "tasks_per_gpu": 2, "processes": ranks})
+    ranks = tuple(OrderedProcess(rank, {}, str(tmp_path / f"{rank}.log")) for rank in range(4))
+    order = StartOrder(1, None, ("true",), {}, (), ranks, cpus_per_task=2, tasks_per_gpu=2, gets_signals=False)
+    node.start(order)
     assert [one["environ"][CUDA] for one in started] == ["2", "2", "5", "5"]
     near = [{*(one["cpus"] or ())} for one in started]
     assert near[0] | near[1] == {4, 5, 6, 7}
     assert near[2] | near[3] == {0, 1, 2, 3}
-    node.start({**order, "cpus_per_task": None, "tasks_per_gpu": 1, "processes": ranks})
+    node.start(order.replace(cpus_per_task=None, tasks_per_gpu=1))
     assert {one["environ"][CUDA] for one in started[4:]} == {"2,5"}
 
 

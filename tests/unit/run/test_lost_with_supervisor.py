@@ -16,7 +16,16 @@ from tests.unit.run.test_supervisor_nodes import ALLOCATION, leave, run, slurm  
 from toolkit.base.errors import EXIT_STOPPED
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent.link import AuthenticatedLink, Message
+from toolkit.nodes.agent.link import AuthenticatedLink
+from toolkit.nodes.agent.messages import (
+    AgentHere,
+    LeaveOrder,
+    MainRankReport,
+    Message,
+    ProcessEnded,
+    StartOrder,
+    StoreOutput,
+)
 from toolkit.nodes.agent.reports import RankReport
 from toolkit.nodes.start import agent_launcher
 from toolkit.nodes.start.agent_launcher import AgentLauncher
@@ -36,10 +45,10 @@ class Node:
         self._link = AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
-        self.say(**{"is": "here"}, host=host, start=start, again=again)
+        self.say(AgentHere(host, start, again))
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def say(self, **message: object) -> None:
+    def say(self, message: Message) -> None:
         self._connection.sendall(self._link.send(message))
 
     def die(self) -> None:
@@ -52,26 +61,27 @@ class Node:
                     orders, answer = self._link.receive(data)
                     self._connection.sendall(answer)
                     for order in orders:
-                        if order["do"] == "leave":
+                        if isinstance(order, LeaveOrder):
                             return
-                        self._obey(order)
+                        if isinstance(order, StartOrder):
+                            self._start(order)
             except OSError:  # it has died
                 pass
 
-    def _obey(self, order: Message) -> None:
-        for process in order.get("processes", ()):
-            rank, attempt = process["rank"], order["attempt"]
+    def _start(self, order: StartOrder) -> None:
+        for process in order.processes:
+            rank, attempt = process.rank, order.attempt
             if rank is None:
-                self.say(**{"is": "output"}, attempt=attempt, text='{"port": 7}\n')
+                self.say(StoreOutput(attempt, '{"port": 7}\n'))
                 continue
             if rank == 0:
                 result = {"step": 10, "metrics": {}}
                 report = RankReport(attempt, 0, "finishing", 10, 0, {"step": 10, "step_start": 5}, result)
-                self.say(**{"is": "report"}, text=report.as_bytes().decode())
+                self.say(MainRankReport(report.as_bytes().decode()))
             self._end(attempt, rank, 0)
 
     def _end(self, attempt: int, rank: int, code: int) -> None:
-        self.say(**{"is": "ended"}, attempt=attempt, rank=rank, code=code, out_of_memory=False, time=time.time())
+        self.say(ProcessEnded(attempt, rank, code, False, time.time()))
 
 
 class Starter:

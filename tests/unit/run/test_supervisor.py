@@ -22,7 +22,7 @@ from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunS
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Watchdog
 from toolkit.nodes.agent.die_with_parent import SIGNALS
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import NodeRequest, RequestAnswered
 from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import (
@@ -130,7 +130,7 @@ class NodeAgents:
     heartbeat_s = 1.0
     heard_hosts: frozenset[str] = frozenset()
     sick_hosts: Mapping[str, str] = {}
-    usages: Mapping[tuple[str, float], Message] = {}
+    usages: Mapping[tuple[str, float], Mapping[str, Any]] = {}
     ready: Mapping[tuple[str, str], float] = {}
     has_torch: Mapping[str, bool] = {}
 
@@ -141,7 +141,7 @@ class NodeAgents:
 
     def host_at(self, address: str) -> str | None: ...
 
-    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
+    def ask(self, orders: Mapping[str, NodeRequest], wait_s: float) -> Mapping[str, RequestAnswered]:
         return {}
 
     def close(self) -> None: ...

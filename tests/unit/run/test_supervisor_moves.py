@@ -16,7 +16,7 @@ from toolkit.base.errors import SlurmRefusedError
 from toolkit.cli import notes, run_facts, show
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import LeaveOrder, Message
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
@@ -39,7 +39,7 @@ class Agents(NodeAgents):
         self.dismissed: list[str] = []
 
     def send(self, host: str, message: Message) -> None:
-        assert message == {"do": "leave"}
+        assert message == LeaveOrder()
         self.dismissed.append(host)
 
 

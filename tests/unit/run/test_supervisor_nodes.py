@@ -25,6 +25,7 @@ from toolkit.files import records, rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.agent.messages import ConnectionsAnswered
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
@@ -736,7 +737,8 @@ def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced
     """A wait for the node itself, or for an address outside the attempt, tells nothing."""
 
     def fails(ranks: Ranks) -> None:
-        told = NodeAnswered("node2", {"addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"]}, 0.0, 0.0)
+        addresses = ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9")
+        told = NodeAnswered("node2", ConnectionsAnswered(1, addresses), 0.0, 0.0)
         monkeypatch.setattr(AGENTS, "say_unanswered", lambda: ranks.events.put(told))
         ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
 

@@ -3,7 +3,7 @@
 The caller has the socket. Each end sends 32 random bytes first. From both and the job's secret each derives a key for
 each direction. So no message of another connection, nor one sent back to its sender, is accepted as genuine. Every
 message is a frame: its length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32
-bytes), and the content, a JSON object in UTF-8. Nothing is encrypted: secrets must not be sent.
+bytes), and the content, JSON in UTF-8, see :mod:`.messages`. Nothing is encrypted: secrets must not be sent.
 
 A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
 """
@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
-import json
 import secrets
 import socket
 import struct
 from pathlib import Path
-from typing import Any
+
+from toolkit.files.records import Misfit
+from toolkit.nodes.agent import messages
+from toolkit.nodes.agent.messages import Message
 
 SECRET_BYTES = 32
 NONCE_BYTES = 32
@@ -30,8 +32,6 @@ FIRST_MAX_BYTES, MAX_BYTES = 1 << 12, 1 << 24
 _HEAD = struct.Struct(f"!I{TAG_BYTES}s")
 #: The other end's role, by the role of one end.
 _OTHER_ROLE = {"supervisor": "agent", "agent": "supervisor"}
-
-Message = dict[str, Any]
 
 
 class StrangerError(Exception):
@@ -67,7 +67,7 @@ class AuthenticatedLink:
         if self._keys is None:
             self._waiting.append(message)
             return b""
-        content = json.dumps(message).encode()
+        content = messages.encoded(message)
         tag = _tag(self._keys[0], self._sent_count, content)
         self._sent_count += 1
         return _HEAD.pack(len(content), tag) + content
@@ -91,10 +91,13 @@ class AuthenticatedLink:
             del self._received[:NONCE_BYTES]
             answer = b"".join(map(self.send, self._waiting))
             self._waiting.clear()
-        messages: list[Message] = []
+        received: list[Message] = []
         while (content := self._next()) is not None:
-            messages.append(json.loads(content))
-        return messages, answer
+            try:
+                received.append(messages.decoded(content))
+            except Misfit as misfit:  # the other end is of another version of the toolkit
+                raise StrangerError(str(misfit)) from None
+        return received, answer
 
     def _next(self) -> bytes | None:
         assert self._keys is not None

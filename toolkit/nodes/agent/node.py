@@ -8,26 +8,7 @@ needs no torch.
 When the supervisor has died, the agent ends the ranks, and then connects to the one that is started in its place. It
 keeps the zygote and the memory in which ranks have left their state. When the agent dies the ranks die with it.
 
-The messages that it receives (``do``) and sends (``is``):
-
-* ``warm``: have a zygote ready.
-* ``check``: run the checks of the node. Then ``answer``, with the line that they have printed.
-* ``connections``: which addresses leave connections unanswered. Then ``answer``.
-* ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
-* ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
-  ``end_store``: kill it. What the store prints is ``output``.
-* ``signalled``: the agent has got SIGTERM, which is for the ranks.
-* ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
-* ``watch_ranks``: watch a script that reports nothing, from outside. Then ``activity`` at each change of a rank.
-* ``stacks``: have a program tell what the ranks of the node do, by their stacks. Then ``answer``.
-* ``hear_ranks``: pass on what they have reported. Then ``answer``.
-* ``alive``: nothing to do; it shows that the supervisor lives.
-* ``stage``: make copies of shared files, see :mod:`toolkit.nodes.agent.parts`.
-* ``leave``: end.
-
-It sends ``alive`` every second, with a digest of the ranks' progress, and what its monitor adds. It sends at once which
-ranks are ``reporting`` for the first time, and every ``report`` of rank 0. The monitor reports each thing that makes
-the node ``sick`` once. The agent also sends how long a zygote has ``imported``.
+What it receives and sends is in :mod:`.messages`.
 """
 
 from __future__ import annotations
@@ -43,19 +24,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 
 from toolkit.base import fsio, logs, reading, this_node
 from toolkit.base.this_node import bare_python
 from toolkit.devices import on_node
-from toolkit.nodes.agent import link, parts, preimports, reports
+from toolkit.nodes.agent import link, messages, parts, preimports, reports
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import Helpers
-from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
+from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, StrangerError
 from toolkit.nodes.agent.processes import Processes
-from toolkit.nodes.agent.reports import Inbox, NodeProgress, Standing, addresses, token_of
+from toolkit.nodes.agent.reports import Inbox, NodeProgress, addresses, token_of
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -64,7 +44,7 @@ GONE_S = 120
 #: Within this time of a supervisor's death its ranks have ended, and the next one has sent something.
 NEXT_WITHIN_S = 20.0
 #: Messages about the node, and not about an attempt: the next supervisor gets them, too.
-ABOUT_THE_NODE = ("imported", "sick")
+ABOUT_THE_NODE = (messages.ZygoteReady, messages.NodeSick)
 #: An agent of this job that the supervisor has given up needs a moment to notice it; then it is killed.
 INBOX_WAIT_S = 10.0
 #: What ranks have left behind is killed within this time when the agent ends.
@@ -81,7 +61,12 @@ class Agent:
     """Serves one supervisor, and each that comes after it."""
 
     def __init__(
-        self, connect: Callable[[], socket.socket], secret: bytes, who: Message, inbox: Inbox, imports: Path | None
+        self,
+        connect: Callable[[], socket.socket],
+        secret: bytes,
+        who: tuple[str, int],
+        inbox: Inbox,
+        imports: Path | None,
     ) -> None:
         """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`Processes`.
 
@@ -89,13 +74,13 @@ class Agent:
         """
         self._connect, self._secret, self._who = connect, secret, who
         self._connection: socket.socket | None = None  #: None while the ranks of a dead supervisor end
-        self._kept: list[Message] = []  #: those ``ABOUT_THE_NODE``
+        self._kept: list[messages.Message] = []  #: those ``ABOUT_THE_NODE``
         self._give_up_at = math.inf  #: the time by which the next supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
         self._ignored = logs.SparseWarnings(log)
         self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
         self._is_alone = self._is_over = False  #: the supervisor is lost for good; all is done
-        self._watch_order: Message | None = None
+        self._watch_order: messages.WatchBatchHostOrder | None = None
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
@@ -133,9 +118,7 @@ class Agent:
                 self._watch_the_batch_host()
                 if now >= next_heartbeat:
                     next_heartbeat = now + HEARTBEAT_S
-                    digest = self._progress.digest()
-                    more = self._monitor.at_heartbeat() or {}
-                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest), **more})
+                    self._send(messages.NodeAlive(self._progress.digest(), self._monitor.at_heartbeat()))
                     self._processes.look_at_the_clock()
         finally:
             self._processes.end_all()
@@ -150,12 +133,12 @@ class Agent:
         self._connection = connection
         self._selector.register(connection, selectors.EVENT_READ, self._receive)
         connection.sendall(self._link.greeting)
-        connection.sendall(self._link.send({"is": "here", **self._who, "again": again}))
+        connection.sendall(self._link.send(messages.AgentHere(*self._who, again)))
         for message in self._kept:
             connection.sendall(self._link.send(message))
 
-    def _send(self, message: Message) -> None:
-        if message["is"] in ABOUT_THE_NODE:
+    def _send(self, message: messages.Message) -> None:
+        if isinstance(message, ABOUT_THE_NODE):
             self._kept.append(message)
         if self._connection is not None and not self._is_over:
             try:
@@ -184,40 +167,40 @@ class Agent:
         for order in orders:
             self._handle(order)
 
-    def _handle(self, order: Message) -> None:
-        match order["do"]:
-            case "warm":
+    def _handle(self, order: messages.Message) -> None:
+        match order:
+            case messages.WarmOrder():
                 self._processes.warm()
-            case "check":
+            case messages.CheckOrder():
                 self._check(order)
-            case "connections":
-                self._answer(order, addresses=sorted(link.unanswered()))
-            case "start":
+            case messages.ConnectionsOrder():
+                self._send(messages.ConnectionsAnswered(order.request, tuple(sorted(link.unanswered()))))
+            case messages.StartOrder():
                 # First, since files of a copy may have been removed since the last start.
                 self._copies.check()
                 self._processes.start(order)
-            case "signal":
-                self._processes.signal(order["attempt"], signal.Signals(order["number"]))
-            case "tell":
-                self._processes.write_to_store(order["attempt"], order["text"])
-            case "end_store":
-                self._processes.end_store(order["attempt"])
-            case "stacks":
+            case messages.SignalOrder():
+                self._processes.signal(order.attempt, signal.Signals(order.number))
+            case messages.StoreInput():
+                self._processes.write_to_store(order.attempt, order.text)
+            case messages.EndStoreOrder():
+                self._processes.end_store(order.attempt)
+            case messages.StacksOrder():
                 self._digest_stacks(order)
-            case "hear_ranks":
+            case messages.ReportsOrder():
                 # The answer says that all reports have been passed on: the step's end must come after them.
                 self._take_reports()
-                self._answer(order)
-            case "watch":
+                self._send(messages.RequestAnswered(order.request))
+            case messages.WatchBatchHostOrder():
                 self._watch_order = order
-            case "watch_ranks":
+            case messages.WatchRanksOrder():
                 self._monitor.watch_ranks(order)
-            case "stage":
+            case messages.StageOrder():
                 self._copies.stage(order)
                 if not self._copies:  # it has failed here: what waits for copies does without
                     self._processes.use_copies({})
-                    self._send({"is": "staged", "copies": {}, "problems": ["what copies has failed"]})
-            case "leave":
+                    self._send(messages.NodeStaged({}, ("what copies has failed",)))
+            case messages.LeaveOrder():
                 self._is_over = True
 
     # ----------------------------------------------------------------------------------------------- the supervisor
@@ -270,22 +253,19 @@ class Agent:
         if self._watcher is not None and not is_silent:
             os.kill(self._watcher, signal.SIGKILL)
             self._watcher = None
-        elif self._watcher is None and is_silent and silent_s > SILENT_S + order["turn"] * TURN_S:
+        elif self._watcher is None and is_silent and silent_s > SILENT_S + order.turn * TURN_S:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
             with contextlib.suppress(OSError):  # no memory or no processes are left: tried again within a second
-                self._watcher = self._helpers.start(order["command"])
+                self._watcher = self._helpers.start(order.command)
 
-    def _answer(self, order: Message, **fields: object) -> None:
-        self._send({"is": "answer", "request": order["request"], **fields})
-
-    def _check(self, order: Message) -> None:
+    def _check(self, order: messages.CheckOrder) -> None:
         began = time.time()
 
         def take(text: bytes) -> None:
-            self._answer(order, text=text.decode(errors="replace"), began=began, ended=time.time())
+            self._send(messages.CheckAnswered(order.request, text.decode(errors="replace"), began, time.time()))
 
         try:
-            self._helpers.ask(order["command"], take, awaits_end=False)
+            self._helpers.ask(order.command, take, awaits_end=False)
         except OSError as error:
             take(f"they cannot be started: {error}".encode())
 
@@ -304,21 +284,20 @@ class Agent:
                 first.setdefault(report.attempt, []).append(report.rank)
             # Rank 0's reports are passed on whole.
             if report.rank == 0:
-                self._send({"is": "report", "text": text.decode()})
+                self._send(messages.MainRankReport(text.decode()))
         for attempt, ranks in first.items():
-            self._send({"is": "reporting", "attempt": attempt, "ranks": ranks})
+            self._send(messages.RanksReporting(attempt, tuple(ranks)))
 
-    def _digest_stacks(self, order: Message) -> None:
+    def _digest_stacks(self, order: messages.StacksOrder) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""
-        given = [Standing(*standing) for standing in order["standings"]]
-        standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
-        asked = {**order, "standings": [astuple(rank) for rank in standings]}
+        standings = tuple(self._progress.standing(order.attempt, rank.rank) or rank for rank in order.standings)
 
         def take(text: bytes) -> None:
             with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
-                self._answer(order, groups=json.loads(text))
+                self._send(messages.StacksAnswered(order.request, json.loads(text)))
 
-        self._helpers.ask_if_possible(order["command"], take, json.dumps(asked).encode())
+        asked = order.replace(standings=standings).to_json()
+        self._helpers.ask_if_possible(order.command, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
         """Reap ended processes. The agent is also the new parent of those that a rank has left behind."""
@@ -378,7 +357,7 @@ def main(arguments: Sequence[str]) -> None:
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
-        who = {"host": name, "start": int(start)}
+        who = name, int(start)
         Agent(partial(_connect, host, int(port)), secret, who, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.base.best_effort import best_effort_part
 from toolkit.nodes.agent.helpers import Helpers
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message
 from toolkit.nodes.agent.processes import Processes
 
 if TYPE_CHECKING:

@@ -28,10 +28,9 @@ from pathlib import Path
 from toolkit.base import fsio, logs, procfs, staged, this_node
 from toolkit.base.procfs import ProcessStat
 from toolkit.devices import kinds
-from toolkit.nodes.agent import state_memory
+from toolkit.nodes.agent import messages, state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
 from toolkit.nodes.agent.helpers import parsed, start_child
-from toolkit.nodes.agent.link import Message
 from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder, opened
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.nodes.agent.preimports.
@@ -62,12 +61,12 @@ class _Child:
     stdin: int | None = None
     stdout: int | None = None
 
-    def relay(self, selector: selectors.BaseSelector, send: Callable[[Message], None]) -> None:
+    def relay(self, selector: selectors.BaseSelector, send: Callable[[messages.Message], None]) -> None:
         """Send what the process has written; close its output at the end."""
         assert self.stdout is not None
         data = os.read(self.stdout, 1 << 16)
         if data:
-            send({"is": "output", "attempt": self.attempt, "text": data.decode(errors="replace")})
+            send(messages.StoreOutput(self.attempt, data.decode(errors="replace")))
         else:
             self.close_output(selector)
 
@@ -82,12 +81,14 @@ class _Child:
 class Processes:
     """Starts processes, signals them and reports their ends. They are forks of a zygote or fresh programs."""
 
-    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, tell: Callable[[messages.Message], None], imports: Path | None
+    ) -> None:
         """Take the file of what a zygote learns as ``imports``, see :mod:`toolkit.nodes.agent.preimports`."""
         self._selector, self._send = selector, tell
         self._imports = imports  #: None once its modules have spoiled a zygote
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
-        self._waiting: list[Message] = []  #: orders that wait for the zygote
+        self._waiting: list[messages.StartOrder] = []  #: orders that wait for the zygote
         self._is_ending = False  #: Slurm has asked all to end
         self._zygote: ZygoteClient | None = None
         self._is_wanted = False  #: a zygote for ranks, as soon as nothing is held
@@ -170,8 +171,8 @@ class Processes:
                 self._wanted_zygote()
                 return
         elif not was_ready:
-            is_of_a_copy, has_torch = zygote.is_of_a_copy, zygote.has_torch
-            self._send({"is": "imported", **zygote.took, "is_of_a_copy": is_of_a_copy, "has_torch": has_torch})
+            took = zygote.took
+            self._send(messages.ZygoteReady(took["import_s"], took["waited_s"], zygote.is_of_a_copy, zygote.has_torch))
         # A module that a rank imported has spoiled the zygote: start another that learns nothing.
         if not zygote.can_fork and self._imports and zygote.has_learnt:
             log.warning("importing what the ranks import has failed: another zygote does without")
@@ -192,44 +193,44 @@ class Processes:
         for order in waiting:
             self.start(order)
 
-    def start(self, order: Message) -> None:
-        """Start the processes of an order, as soon as the zygote can fork them. Send ``not_started`` for a failure."""
-        if self._held_until is not None or (order["module"] is not None and self._wanted_zygote().is_importing):
+    def start(self, order: messages.StartOrder) -> None:
+        """Start the processes of an order, as soon as the zygote can fork them. Report each that cannot be started."""
+        if self._held_until is not None or (order.module is not None and self._wanted_zygote().is_importing):
             self._waiting.append(order)
         else:
             self._start(order)
 
-    def _start(self, order: Message) -> None:
-        ranks = sum(process["rank"] is not None for process in order["processes"])
+    def _start(self, order: messages.StartOrder) -> None:
+        ranks = sum(process.rank is not None for process in order.processes)
         # The agent holds the memory files of the ranks' state, so that they outlive the ranks.
         memory = self._memory.hold(ranks) if ranks else ""
         if ranks:
             self._ranks_since = time.monotonic()
             self._learn_at = self._ranks_since + LEARN_AFTER_S
         # Each process gets its own CPUs, variables, log and, for the store, pipes.
-        sharing = order["tasks_per_gpu"]
+        sharing = order.tasks_per_gpu
         near_own = [near for near in self.near_gpus for _ in range(sharing)]
-        sets = for_tasks(len(order["processes"]), order["cpus_per_task"], near_own)
-        for place, (process, own_cpus) in enumerate(zip(order["processes"], sets, strict=True)):
-            child = _Child(order["attempt"], process["rank"], this_node.oom_kills(), order["gets_signals"])
-            environ = {**os.environ, **order["environ"], **process["environ"]}
-            for name in order["unset"]:
+        sets = for_tasks(len(order.processes), order.cpus_per_task, near_own)
+        for place, (process, own_cpus) in enumerate(zip(order.processes, sets, strict=True)):
+            child = _Child(order.attempt, process.rank, this_node.oom_kills(), order.gets_signals)
+            environ = {**os.environ, **order.environ, **process.environ}
+            for name in order.unset:
                 environ.pop(name, None)
             environ = staged.environment(self.copies, environ)
             if child.rank is not None:
                 environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
             if sharing > 1:
                 environ |= kinds.one_visible(environ, place // sharing)
-            files = [os.devnull, process["log"], process["log"]]
+            files = [os.devnull, process.log, process.log]
             theirs: list[int] = []
             try:
                 if child.rank is None:
                     _make_pipes(child, files, theirs)
-                fsio.make_dir(Path(process["log"]).parent, parents=1)
+                fsio.make_dir(Path(process.log).parent, parents=1)
                 pid = self._start_one(
                     ForkOrder(
-                        module=order["module"],
-                        command=order["command"],
+                        module=[*(order.module or ())],
+                        command=[*order.command],
                         environ=environ,
                         files=files,
                         cpus=own_cpus,
@@ -239,7 +240,7 @@ class Processes:
             except OSError as error:
                 for pipe in filter(None, (child.stdin, child.stdout)):
                     os.close(pipe)
-                self._send({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
+                self._send(messages.ProcessNotStarted(child.attempt, child.rank, str(error)))
                 continue
             finally:
                 # The child has its ends of the pipes now; open here, they would hide its end.
@@ -253,7 +254,7 @@ class Processes:
 
     def _start_one(self, order: ForkOrder) -> int:
         # A fork of the zygote is faster; without a zygote start a fresh program.
-        if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
+        if order["module"] and self._zygote is not None and self._zygote.can_fork:
             pid = self._zygote.fork(order)
             if pid is not None:
                 return pid
@@ -274,7 +275,7 @@ class Processes:
 
     def end_store(self, attempt: int) -> None:
         """Kill the store, also one that has not started."""
-        self._waiting = [o for o in self._waiting if o["attempt"] != attempt or o["processes"][0]["rank"] is not None]
+        self._waiting = [o for o in self._waiting if o.attempt != attempt or o.processes[0].rank is not None]
         for pid, child in self._stores(attempt).items():
             _kill(pid, child)
 
@@ -296,17 +297,17 @@ class Processes:
                     _ask(pid, child, number)
             if number is signal.SIGTERM:
                 self._is_ending = True
-                self._send({"is": "signalled"})
+                self._send(messages.AgentSignalled())
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
         """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""
         if number is signal.SIGKILL:
-            for order in [order for order in self._waiting if order["attempt"] == attempt]:
+            for order in [order for order in self._waiting if order.attempt == attempt]:
                 # An order that waits for the zygote has no processes: withdraw it, and report its ranks as killed.
-                if order["processes"][0]["rank"] is not None:
+                if order.processes[0].rank is not None:
                     self._waiting.remove(order)
-                    for rank in order["processes"]:
-                        self._send_ended(attempt, rank["rank"], -number, no_memory=False)
+                    for rank in order.processes:
+                        self._send_ended(attempt, rank.rank, -number, no_memory=False)
         for pid, child in self._children.items():
             if child.attempt != attempt or child.rank is None:
                 continue
@@ -388,8 +389,7 @@ class Processes:
         return bool(strays)
 
     def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
-        how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
-        self._send({"is": "ended", **how, "time": time.time()})
+        self._send(messages.ProcessEnded(attempt, rank, code, no_memory, time.time()))
 
 
 def _start_program(order: ForkOrder, program: str) -> int:

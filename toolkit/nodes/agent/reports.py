@@ -30,6 +30,7 @@ from typing import Any
 
 from toolkit.base import procfs
 from toolkit.files import records
+from toolkit.files.records import JsonRecord
 
 #: A rank that has not reported for this long is stopped or dead, or a library holds Python's lock.
 SILENT_S = 5.0
@@ -75,7 +76,7 @@ def parse(data: bytes) -> RankReport | None:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Standing(JsonRecord):
     """How far a rank is."""
 
     rank: int
@@ -86,7 +87,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Digest:
+class Digest(JsonRecord):
     """The progress of the ranks of one node, or of several, in an attempt."""
 
     attempt: int

@@ -72,7 +72,7 @@ EXIT_UNWRITTEN = 120
 class ForkOrder(TypedDict):
     """A process to start: its module and arguments, its files and CPUs, its ``ps`` title."""
 
-    module: list[str]
+    module: list[str]  #: empty: a program is to be started instead
     command: list[str]
     environ: dict[str, str]
     files: list[str]  #: for standard input, output and error

@@ -12,8 +12,7 @@ from functools import cached_property
 from toolkit.base import hostlist
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent import reports
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent import messages, reports
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import foreign
 from toolkit.nodes.start.agents import Agents, AgentUser
@@ -51,14 +50,11 @@ class AgentStore:
     def propose(self, kind: str, by: str) -> None:
         text = json.dumps({"propose": kind, "by": by}) + "\n"
         with self._agents.lock:
-            self.when_ready(lambda: self._send(do="tell", text=text))
+            self.when_ready(lambda: self._agents.send(self._host, messages.StoreInput(self.attempt, text)))
 
     def close(self) -> None:
         self.is_closing = True
-        self._send(do="end_store")
-
-    def _send(self, **order: str) -> None:
-        self._agents.send(self._host, {**order, "attempt": self.attempt})
+        self._agents.send(self._host, messages.EndStoreOrder(self.attempt))
 
     # while the lock of the agents is held
 
@@ -101,7 +97,7 @@ class AgentRanks:
         self._still_running = set(range(allocation.world_size))
         self._exit_code = 0
         self.hosts = allocation.hosts
-        self.orders: dict[str, Message] = {}  #: not sent yet
+        self.orders: dict[str, messages.StartOrder] = {}  #: not sent yet
         self.may_begin = False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -113,7 +109,7 @@ class AgentRanks:
                 self._events.put(RanksExited(tuple(ranks), host, "killed before it was started", number, time.time()))
                 self._end(ranks, -number)
             for host in self.hosts:
-                self._agents.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
+                self._agents.send(host, messages.SignalOrder(self._attempt, int(number)))
 
     def abandon(self) -> None:
         with self._agents.lock:
@@ -125,26 +121,26 @@ class AgentRanks:
     def _ranks_on(self, host: str) -> list[int]:
         return [rank for rank in self._ranks.get(host, ()) if rank in self._still_running]
 
-    def take(self, host: str, message: Message) -> None:
+    def take(self, host: str, message: messages.ProcessEnded | messages.ProcessNotStarted) -> None:
         """Take a message of the agent of ``host`` about this attempt's ranks."""
-        rank = message["rank"]
+        rank = message.rank
         # The message may be of an earlier attempt, or of a rank that was already counted as ended.
-        if message["attempt"] != self._attempt or rank not in self._ranks_on(host):
+        if message.attempt != self._attempt or rank is None or rank not in self._ranks_on(host):
             return
-        if message["is"] == "not_started":
-            self._events.put(LaunchFailed((rank,), host, message["why"]))
+        if isinstance(message, messages.ProcessNotStarted):
+            self._events.put(LaunchFailed((rank,), host, message.why))
             self._end([rank], EXIT_FAILED)
-        elif message["is"] == "ended":
-            code = message["code"]
+        else:
+            code = message.code
             if code == 0:
                 self._events.put(RanksFinished((rank,)))
             else:
-                number, out_of_memory = (-code if code < 0 else None), message["out_of_memory"]
+                number, out_of_memory = (-code if code < 0 else None), message.out_of_memory
                 how = f"killed by {signal_name(number)}" if number else f"exit code {code}"
                 if out_of_memory:
                     how = f"{how} (Out Of Memory)"
                 exit_code = None if number else code
-                self._events.put(RanksExited((rank,), host, how, number, message["time"], exit_code, out_of_memory))
+                self._events.put(RanksExited((rank,), host, how, number, message.time, exit_code, out_of_memory))
             self._end([rank], code)
 
     def lose(self, host: str, why: str) -> None:
@@ -200,7 +196,7 @@ class AgentLauncher(AgentUser):
         self.holds_zygotes = False  #: until :meth:`release_zygotes`, while something is done on the nodes first
         self._ranks: AgentRanks | None = None
         self._store: AgentStore | None = None
-        self._store_order: Message | None = None  #: not sent yet
+        self._store_order: messages.StartOrder | None = None  #: not sent yet
         self._is_warm = False  #: whether agents keep a zygote ready, which has imported torch
         self._return_by = 0.0
 
@@ -222,7 +218,7 @@ class AgentLauncher(AgentUser):
     ) -> Store:
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
-        process: Message = {"rank": None, "environ": {}, "log": str(self._run.attempt_logs(attempt) / "store.log")}
+        process = messages.OrderedProcess(None, {}, str(self._run.attempt_logs(attempt) / "store.log"))
         store = AgentStore(attempt, self._allocation.hosts[0], events, self.agents)
         order = self._order(attempt, command, environ, [process])
         with self.agents.lock:
@@ -252,13 +248,12 @@ class AgentLauncher(AgentUser):
             for place in places:
                 own = rank_environment(place) | (srun_rank_environment(place) if common else {})
                 log_path = self._run.rank_log(attempt, place.rank)
-                processes.append({"rank": place.rank, "environ": own, "log": str(log_path)})
+                processes.append(messages.OrderedProcess(place.rank, own, str(log_path)))
             order = self._order(attempt, command, environ, processes, cpus_of[host] if binds else None)
-            order["tasks_per_gpu"] = allocation.tasks_per_gpu
-            order["environ"] |= common  # all of it, because the agent's own variables describe the agents' step
-            if common:
-                order["environ"]["SLURM_CPUS_PER_TASK"] = str(cpus_of[host])
-            ranks.orders[host] = order
+            # All variables of Slurm's, because the agent's own describe the agents' step.
+            of_node = {"SLURM_CPUS_PER_TASK": str(cpus_of[host])} if common else {}
+            variables = {**order.environ, **common, **of_node}
+            ranks.orders[host] = order.replace(environ=variables, tasks_per_gpu=allocation.tasks_per_gpu)
         with self.agents.lock:
             self._begin(ranks, store)
         return ranks
@@ -268,23 +263,22 @@ class AgentLauncher(AgentUser):
         attempt: int,
         command: Sequence[str],
         environ: Mapping[str, str],
-        processes: Sequence[Message],
+        processes: Sequence[messages.OrderedProcess],
         cpus: int | None = None,
-    ) -> Message:
+    ) -> messages.StartOrder:
         # Only the differences from the agents' environment are sent.
         changed = {name: value for name, value in environ.items() if self.agents.environ.get(name) != value}
-        return {
-            "do": "start",
-            "attempt": attempt,
-            "module": list(command[3:]) if self._is_forked(command) else None,
-            "command": list(command),
-            "environ": changed,
-            "unset": [name for name in self.agents.environ if name not in environ],
-            "processes": processes,
-            "cpus_per_task": cpus,
-            "tasks_per_gpu": 1,
-            "gets_signals": self._settings().signals_all,
-        }
+        return messages.StartOrder(
+            attempt,
+            module=tuple(command[3:]) if self._is_forked(command) else None,
+            command=tuple(command),
+            environ=changed,
+            unset=tuple(name for name in self.agents.environ if name not in environ),
+            processes=tuple(processes),
+            cpus_per_task=cpus,
+            tasks_per_gpu=1,
+            gets_signals=self._settings().signals_all,
+        )
 
     def _is_forked(self, command: Sequence[str]) -> bool:
         return tuple(command[:3]) == MODULE and (command[3] != FOREIGN_MODULE or self._command_gains)
@@ -300,8 +294,8 @@ class AgentLauncher(AgentUser):
         self.agents.ensure({self._allocation.hosts[0], *ranks.hosts})
 
         def set_port() -> None:
-            for order in ranks.orders.values():
-                order["environ"]["MASTER_PORT"] = str(store.port)
+            for host, order in ranks.orders.items():
+                ranks.orders[host] = order.replace(environ={**order.environ, "MASTER_PORT": str(store.port)})
             ranks.may_begin = True
             self._send_orders(self.agents.hosts)
 
@@ -312,7 +306,7 @@ class AgentLauncher(AgentUser):
         """Have zygotes import what ranks import, from now on."""
         with self.agents.lock:
             if self._is_warm and self.holds_zygotes:
-                self.agents.send_all({"do": "warm"})
+                self.agents.send_all(messages.WarmOrder())
             self.holds_zygotes = False
 
     def _send_orders(self, hosts: Collection[str]) -> None:
@@ -331,27 +325,26 @@ class AgentLauncher(AgentUser):
     def agent_connected(self, host: str) -> None:
         self.agents.ready[host, "connected"] = time.time()
         if self._is_warm and not self.holds_zygotes:  # also on a spare
-            self.agents.send(host, {"do": "warm"})
+            self.agents.send(host, messages.WarmOrder())
         self._send_orders([host])
 
-    def take_message(self, host: str, message: Message) -> None:
-        if message["is"] == "imported":
-            self.agents.ready[host, "imported"] = time.time()
-            self.agents.has_torch[host] = message["has_torch"]
-        if message["is"] == "signalled" and host == self._allocation.hosts[0]:
-            self._events.put(RanksSignalled())
-        if message["is"] not in ("output", "ended", "not_started"):
-            return  # it is not about a process
+    def take_message(self, host: str, message: messages.Message) -> None:
         store, ranks = self._store, self._ranks
-        # Messages of an earlier attempt's store are ignored; the ranks check their own.
-        if message["is"] == "output":
-            if store is not None and message["attempt"] == store.attempt:
-                store.take(message["text"])
-        elif message["rank"] is None:
-            if store is not None and message["attempt"] == store.attempt:
-                store.end(message.get("code", EXIT_FAILED), out_of_memory=message.get("out_of_memory", False))
-        elif ranks is not None:
-            ranks.take(host, message)
+        match message:
+            case messages.ZygoteReady():
+                self.agents.ready[host, "imported"] = time.time()
+                self.agents.has_torch[host] = message.has_torch
+            case messages.AgentSignalled() if host == self._allocation.hosts[0]:
+                self._events.put(RanksSignalled())
+            # Messages of an earlier attempt's store are ignored; the ranks check their own.
+            case messages.StoreOutput(attempt, text) if store is not None and attempt == store.attempt:
+                store.take(text)
+            case messages.ProcessEnded(attempt, None, code) if store is not None and attempt == store.attempt:
+                store.end(code, out_of_memory=message.out_of_memory)
+            case messages.ProcessNotStarted(attempt, None) if store is not None and attempt == store.attempt:
+                store.end(EXIT_FAILED)
+            case messages.ProcessEnded() | messages.ProcessNotStarted() if ranks is not None:
+                ranks.take(host, message)
 
     def agent_ended(self, host: str, why: str) -> None:
         if self._ranks is not None:

@@ -27,11 +27,10 @@ from typing import Any, Protocol
 
 from toolkit.base import fsio, logs, outages
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent import reports
-from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, AuthenticatedLink, Message, StrangerError
-from toolkit.nodes.agent.reports import Digest
+from toolkit.nodes.agent import messages, reports
+from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, AuthenticatedLink, StrangerError
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress, RankActivity, RankWatchEnded
+from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
 log = logs.get(__name__)
@@ -45,7 +44,7 @@ class NodeAnswered:
     """
 
     host: str
-    message: Message
+    message: messages.RequestAnswered
     asked: float
     received: float
 
@@ -64,7 +63,7 @@ class AgentRequest:
     """An order to some agents. ``heard`` gets a NodeAnswered or a NodeSilent of each, or nothing."""
 
     heard: Events
-    orders: dict[str, Message]  #: not sent yet
+    orders: dict[str, messages.NodeRequest]  #: not sent yet
     asked: dict[str, float] = field(default_factory=dict)  #: the time, for those that have not answered
 
     def end(self, silent: NodeSilent) -> None:
@@ -148,7 +147,7 @@ class AgentUser:
     def agent_connected(self, host: str) -> None:
         """Note that orders can be sent to ``host`` from now on."""
 
-    def take_message(self, host: str, message: Message) -> None:
+    def take_message(self, host: str, message: messages.Message) -> None:
         """Take a message that :class:`Agents` leaves to its users, as those about processes."""
 
     def agent_ended(self, host: str, why: str) -> None:
@@ -220,7 +219,7 @@ class Agents:
         self.heard_hosts: frozenset[str] = frozenset()
         self.unsure_hosts: frozenset[str] = frozenset()
         self.sick_hosts: Mapping[str, str] = {}
-        self.usages: dict[tuple[str, float], Message] = {}  #: by host and begin of its agent
+        self.usages: dict[tuple[str, float], Mapping[str, Any]] = {}  #: by host and begin of its agent
         self.environ: Mapping[str, str] = {}  #: the agents' own
         self.listeners: tuple[AgentUser, ...] = ()  #: they hear of each thing before the launcher
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
@@ -253,7 +252,7 @@ class Agents:
             return
         with self.lock:
             self._is_leaving = True
-            self.send_all({"do": "leave"})
+            self.send_all(messages.LeaveOrder())
             if not self._peers:
                 self._all_left.set()
         self._all_left.wait(LEAVE_S)
@@ -323,7 +322,7 @@ class Agents:
 
     # ----------------------------------------------------------------------------------------- messages and requests
 
-    def send(self, host: str, message: Message) -> None:
+    def send(self, host: str, message: messages.Message) -> None:
         """Send ``message`` to the agent of ``host``, if it is connected."""
         with self.lock:
             peer = self._peers.get(host)
@@ -331,13 +330,13 @@ class Agents:
                 with contextlib.suppress(OSError):  # its end is read a moment later
                     self._send(peer, peer.link.send(message))
 
-    def send_all(self, message: Message) -> None:
+    def send_all(self, message: messages.Message) -> None:
         """Send ``message`` to every agent that is connected."""
         with self.lock:
             for host in list(self._peers):
                 self.send(host, message)
 
-    def request(self, orders: Mapping[str, Message], heard: Events) -> int:
+    def request(self, orders: Mapping[str, messages.NodeRequest], heard: Events) -> int:
         """Send each host its order as soon as its agent is there.
 
         Return the request's number, which serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into
@@ -345,7 +344,7 @@ class Agents:
         """
         with self.lock:
             number = next(self._numbers)
-            request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
+            request = AgentRequest(heard, {host: order.replace(request=number) for host, order in orders.items()})
             # Forget requests that all agents have answered.
             unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
             self._requests = {**unanswered, number: request}
@@ -361,7 +360,7 @@ class Agents:
         with self.lock:
             self._requests.pop(number, None)
 
-    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
+    def ask(self, orders: Mapping[str, messages.NodeRequest], wait_s: float) -> dict[str, messages.RequestAnswered]:
         """Send each host its order, and return the answers by host.
 
         Silent and absent hosts are not waited for. The others, also those that start at this moment, are waited for at
@@ -370,7 +369,7 @@ class Agents:
         heard: Events = SimpleQueue()
         awaited = orders.keys() - self.silent_hosts
         number = self.request({host: orders[host] for host in awaited}, heard)
-        deadline, answers = time.monotonic() + wait_s, dict[str, Message]()
+        deadline, answers = time.monotonic() + wait_s, dict[str, messages.RequestAnswered]()
         # At the deadline stop with the answers that have arrived.
         with contextlib.suppress(Empty):
             for _ in awaited:
@@ -382,7 +381,7 @@ class Agents:
 
     def ask_for_unanswered(self) -> None:
         """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
-        self.request({host: {"do": "connections"} for host in self.heard_hosts}, self._events)
+        self.request(dict.fromkeys(self.heard_hosts, messages.ConnectionsOrder()), self._events)
 
     def _ask(self, host: str, request: AgentRequest) -> None:
         if host in request.orders:
@@ -394,8 +393,8 @@ class Agents:
         for request in self._requests.values():
             request.end(silent)
 
-    def _take_answer(self, host: str, message: Message) -> None:
-        request = self._requests.get(message["request"])
+    def _take_answer(self, host: str, message: messages.RequestAnswered) -> None:
+        request = self._requests.get(message.request)
         asked = None if request is None else request.asked.pop(host, None)
         if request is not None and asked is not None:
             request.heard.put(NodeAnswered(host, message, asked, time.time()))
@@ -491,9 +490,9 @@ class Agents:
                 self._send(peer, b"")
             if ready & selectors.EVENT_READ:
                 data = peer.connection.recv(1 << 16)
-                messages, answer = peer.link.receive(data)
+                received, answer = peer.link.receive(data)
                 self._send(peer, answer)
-                for message in messages:
+                for message in received:
                     peer.heard = time.monotonic()
                     self._take(peer, message)
                 if not data:
@@ -532,15 +531,15 @@ class Agents:
         elif not self._peers:  # they were meant to leave
             self._all_left.set()
 
-    def _take(self, peer: _Peer, message: Message) -> None:
+    def _take(self, peer: _Peer, message: messages.Message) -> None:
         if peer.host is not None:
             self._take_message(peer.host, message)
         # The first message names the host. Until then the peer has only proved that it knows the secret.
-        elif message["is"] == "here":
-            host = str(message["host"])
+        elif isinstance(message, messages.AgentHere):
+            host = message.host
             if not self._admits(host, message):
                 with contextlib.suppress(OSError):  # it has disconnected already
-                    self._send(peer, peer.link.send({"do": "leave"}))
+                    self._send(peer, peer.link.send(messages.LeaveOrder()))
                 return
             self._strangers.discard(peer.connection)
             peer.host, self._peers[host] = host, peer
@@ -548,15 +547,15 @@ class Agents:
                 self._hosts_by_address[plain_address(peer.connection.getpeername()[0])] = host
             self._note_here(host)
 
-    def _admits(self, host: str, message: Message) -> bool:
+    def _admits(self, host: str, message: messages.AgentHere) -> bool:
         """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends."""
-        if message["again"]:
+        if message.again:
             is_wanted = host in self._returning
             self._returning.discard(host)
             self._returned.put(host)
             return is_wanted
         # One that was given up as late would take the place of the agent that was started instead.
-        return bool(message["start"] == self._start_of.get(host))
+        return message.start == self._start_of.get(host)
 
     def _note_here(self, host: str) -> None:
         """Note that messages can be sent to the agent of ``host`` from now on."""
@@ -565,33 +564,33 @@ class Agents:
         if self._watch_command is not None and host != self._allocation.hosts[0]:
             address = self._at.address or self._allocation.hosts[0]
             command = self._watch_command(address, self._at.port)
-            self.send(host, {"do": "watch", "command": command, "turn": self._turns[host]})
+            self.send(host, messages.WatchBatchHostOrder(tuple(command), self._turns[host]))
         for request in self._requests.values():
             self._ask(host, request)
         self._tell("agent_connected", host)
 
-    def _take_message(self, host: str, message: Message) -> None:
-        match message["is"]:
-            case "alive":
-                if message["progress"] is not None:
-                    self._events.put(Progress(host, Digest(**message["progress"])))
-                if "usage" in message:
-                    self.usages[host, message["usage"]["since"]] = message["usage"]
-            case "reporting":
-                self._events.put(FirstReports(message["attempt"], host, tuple(message["ranks"])))
-            case "report":
-                report = reports.parse(message["text"].encode())
+    def _take_message(self, host: str, message: messages.Message) -> None:
+        match message:
+            case messages.NodeAlive(progress, usage):
+                if progress is not None:
+                    self._events.put(Progress(host, progress))
+                if usage is not None:
+                    self.usages[host, usage["since"]] = usage
+            case messages.RanksReporting(attempt, ranks):
+                self._events.put(FirstReports(attempt, host, ranks))
+            case messages.MainRankReport(text):
+                report = reports.parse(text.encode())
                 if report is not None:
                     self._events.put(MainReport(report))
-            case "answer":
+            case messages.RequestAnswered():
                 self._take_answer(host, message)
-            case "activity":
-                activity = RankActivity(message["attempt"], message["rank"], message["state"], message["still_s"])
-                self._events.put(activity)
-            case "watch_ended":
-                self._events.put(RankWatchEnded(message["attempt"], host))
-            case "sick":
-                known, what = self.sick_hosts.get(host), str(message["what"])
+            case messages.RankActivity():
+                self._events.put(message)
+            case messages.RankWatchEnded():
+                what = "the watch for silent ranks has ended, a hang is not noticed"
+                log.warning("node %s: %s: see agent-%s.log", host, what, host)
+            case messages.NodeSick(what):
+                known = self.sick_hosts.get(host)
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
             case _:
                 self._tell("take_message", host, message)
@@ -614,7 +613,7 @@ class Agents:
         if now > self._next_heartbeat + SILENT_S:  # this process was stopped, perhaps with the whole job
             self.hear_all()
         self._next_heartbeat = now + self.heartbeat_s
-        self.send_all({"do": "alive"})
+        self.send_all(messages.Heartbeat())
         for host in self._silent(UNHEARD_S):
             self.drop(host, f"its agent has sent nothing for {UNHEARD_S:.0f} s: another one takes its place")
         self.silent_hosts = frozenset(self._silent(SILENT_S))

@@ -112,24 +112,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class RankActivity:
-    """What a rank of a script that reports nothing does, as its node sees it. It comes at each change."""
-
-    attempt: int
-    rank: int
-    state: str  #: see :mod:`toolkit.plugins.node_watch.silent_scripts`
-    still_s: float  #: without a sign of life
-
-
-@dataclass(frozen=True)
-class RankWatchEnded:
-    """``host`` tells no more of the activity of its ranks."""
-
-    attempt: int
-    host: str
-
-
-@dataclass(frozen=True)
 class MainReport:
     """Rank 0's report of the run, or the run's result."""
 

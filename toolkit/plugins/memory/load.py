@@ -44,7 +44,7 @@ from toolkit.checkpoint.manifest import (
     check_size,
 )
 from toolkit.checkpoint.reader import Loaded, fill_state
-from toolkit.files.records import decode
+from toolkit.files.records import JsonRecord, decode
 from toolkit.nodes.agent.link import notice_death
 from toolkit.plugins.memory.files import START, MemoryFile, MemorySlot, RankFiles, Role, SavedStep
 from toolkit.ranks.state import State
@@ -119,7 +119,7 @@ class MemoryLoad:
         agreed = plan_restore(
             {0: own, **{rank: MemoryReport(**report) for rank, report in self._talk.gather().items()}}, newer_than
         )
-        self._talk.tell(dataclasses.asdict(agreed))
+        self._talk.tell(agreed.to_json())
         return agreed
 
     def _together(self, action: Callable[[], T]) -> T | None:
@@ -193,7 +193,7 @@ class MemoryLoad:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(JsonRecord):
     """A part that rank ``source``, whose node holds it, sends to rank ``target``.
 
     It is that of rank ``of``, or with None the common part.
@@ -205,23 +205,13 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class RestorePlan:
+class RestorePlan(JsonRecord):
     """What rank 0 tells all ranks at a start."""
 
     moment: SavedStep | None = None  #: None: nothing is loaded from memory
-    without: Sequence[int] = ()  #: ranks that have no files: then no rank keeps anything
-    transfers: Sequence[Transfer] = ()
+    without: tuple[int, ...] = ()  #: ranks that have no files: then no rank keeps anything
+    transfers: tuple[Transfer, ...] = ()
     has_partners: bool = False  #: all nodes have the same number of ranks, and there are at least two nodes
-
-    @staticmethod
-    def from_json(plan: Mapping[str, Any]) -> RestorePlan:
-        """Return the plan from the JSON of :func:`dataclasses.asdict`."""
-        moment = None
-        if plan["moment"] is not None:
-            attempt, step = plan["moment"]
-            moment = attempt, step
-        transfers = [Transfer(**each) for each in plan["transfers"]]
-        return RestorePlan(moment, plan["without"], transfers, plan["has_partners"])
 
 
 @dataclass(frozen=True)
@@ -241,7 +231,7 @@ def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> Restor
     """
     without = [rank for rank, report in sorted(reports.items()) if not report.has_files]
     if without:
-        return RestorePlan(without=without)
+        return RestorePlan(without=tuple(without))
     nodes = {rank: report for rank, report in reports.items() if rank == report.node}
     sizes = {report.local_world_size for report in reports.values()}
     has_partners = len(nodes) > 1 and len(sizes) == 1
@@ -272,7 +262,7 @@ def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> Restor
             node = sources[0]
             place = (rank - report.node) % nodes[node].local_world_size  # of the rank with the same place on that node
             transfers.append(Transfer(node + place, rank, rank))
-    return RestorePlan(moment, (), transfers, has_partners)
+    return RestorePlan(moment, (), tuple(transfers), has_partners)
 
 
 _TOKEN_BYTES = 32

@@ -21,6 +21,7 @@ from toolkit.base.errors import EXIT_FAILED, RequestError, SlurmError
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
+from toolkit.nodes.agent.messages import ReportsOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, AgentUser
 from toolkit.nodes.start.children import open_log, start_child
@@ -159,7 +160,7 @@ class _SrunRanks:
         code = self._srun.wait(self._events.put)
         if not self._srun.given_up.is_set():
             # The ranks' last reports must precede the end of the step.
-            self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_WAIT_S)
+            self._agents.ask(dict.fromkeys(self._hosts, ReportsOrder()), REPORTS_WAIT_S)
         self._events.put(AllRanksEnded(code))
 
     def lack_agent(self, host: str, why: str) -> None:

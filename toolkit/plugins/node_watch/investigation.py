@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 from queue import SimpleQueue
 from traceback import FrameSummary, StackSummary
@@ -32,11 +31,11 @@ from toolkit.base import fsio, hostlist, logs, reading
 from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RunDir
 from toolkit.hang import STUCK_SHARE, Watchdog
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import RankActivity, StacksAnswered, StacksOrder, WatchRanksOrder
 from toolkit.nodes.agent.reports import Digest, Standing
 from toolkit.nodes.agent.reports import merge as merge_digests
 from toolkit.nodes.start.agents import Agents
-from toolkit.nodes.start.launcher import RankActivity, RankWatchEnded, RunningRanks
+from toolkit.nodes.start.launcher import RunningRanks
 from toolkit.plugins.node_watch import silent_scripts, stack_digest
 from toolkit.plugins.node_watch.outside_stacks import Stack, main_stack, program_line
 from toolkit.plugins.node_watch.stack_digest import WAITING, RankGroup, RankStack
@@ -77,16 +76,13 @@ class Investigation:
         """Have the agents watch the ranks by ``command``, or without one do so no more."""
         agents, attempt = self._context.agents, self._attempt
         assert agents is not None
-        order = {"do": "watch_ranks", "attempt": attempt.number, "command": [*command]}
+        order = WatchRanksOrder(attempt.number, tuple(command))
         agents.request(dict.fromkeys(attempt.plan.hosts, order), SimpleQueue())  # there is no answer
 
-    def take_activity(self, event: RankActivity | RankWatchEnded) -> None:
-        """Take what a node tells of its ranks."""
-        if isinstance(event, RankWatchEnded):
-            what = "the watch for silent ranks has ended, a hang is not noticed"
-            log.warning("node %s: %s: see agent-%s.log", event.host, what, event.host)
-        elif self._silence is not None:
-            self._silence.take(event)
+    def take_activity(self, activity: RankActivity) -> None:
+        """Take what a node tells of a rank."""
+        if self._silence is not None:
+            self._silence.take(activity)
 
     def still_s(self) -> float:
         """Return for how long they have been silent."""
@@ -241,12 +237,13 @@ def look(
     and ``LATE_S``, and ``OUTSIDE_S`` where the stacks are read from outside.
     """
     wait_s = stack_digest.ANSWER_S + LATE_S + (OUTSIDE_S if how.get("outside") else 0.0)
-    answers = agents.ask(_orders(run, attempt, standings, how), wait_s)
+    heard = agents.ask(_orders(run, attempt, standings, **how), wait_s)
+    answers = {host: answer for host, answer in heard.items() if isinstance(answer, StacksAnswered)}
     # A node that has not answered is described by its last digest.
     groups: list[RankGroup] = []
     for host, ranks in standings.items():
         if host in answers:
-            groups += stack_digest.from_json(answers[host]["groups"])
+            groups += stack_digest.from_json(answers[host].groups)
             continue
         # Its ranks count as stopped if it is silent, else as unknown.
         last, is_silent, unheard = known.get(host), host in agents.silent_hosts, list[RankStack]()
@@ -260,14 +257,14 @@ def look(
 
 def remove_old(agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]]) -> None:
     """Have the agents remove the stacks that the ranks have written so far. Takes at most ``LATE_S``."""
-    agents.ask(_orders(run, attempt, standings, {"remove": True}), LATE_S)
+    agents.ask(_orders(run, attempt, standings, remove=True), LATE_S)
 
 
 def _orders(
-    run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], how: Mapping[str, bool]
-) -> dict[str, Message]:
-    order: Message = {"do": "stacks", "run": str(run.path), "attempt": attempt, "command": COMMAND, **how}
-    return {host: {**order, "standings": [astuple(rank) for rank in ranks]} for host, ranks in standings.items()}
+    run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], **how: bool
+) -> dict[str, StacksOrder]:
+    folder = str(run.path)
+    return {host: StacksOrder(attempt, COMMAND, folder, tuple(ranks), **how) for host, ranks in standings.items()}
 
 
 def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit.base import hostlist, logs
 from toolkit.config.cluster import PriceConfig
+from toolkit.files import records
 from toolkit.files.run_files import JobUsage, PriceRecord
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
@@ -68,7 +69,7 @@ class JobUsageRecorder:
         self._look_at = now + LOOK_EVERY_S
         for agent, message in messages.items():  # most are known from the last look
             if (known := self._samples.get(agent)) is None or known.until != message["until"]:
-                self._samples[agent] = NodeUsage.parse(message)
+                self._samples[agent] = records.decode(NodeUsage, message)
         samples = self._samples
         self._slow_links = slow_links(_newest(samples))
         unused = unused_gpus(samples, attempt)

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.base import logs
 from toolkit.base.this_node import bare_python
 from toolkit.nodes.agent.helpers import Helpers
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message, NodeSick, RankActivity, RankWatchEnded, WatchRanksOrder
 
 MONITOR_COMMAND = bare_python("toolkit.plugins.node_watch.program")
 #: The monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
@@ -34,19 +34,19 @@ class MonitorProcess:
         """Take ``send`` for what makes the node sick."""
         self._helpers, self._send = helpers, send
         self._start_at = time.monotonic() + MONITOR_AFTER_S
-        self._usage: Message | None = None  #: a sample that has not been taken
+        self._usage: dict[str, Any] | None = None  #: a sample that has not been taken
         self._lines = _Lines("monitor")
         self._rank_watch: int | None = None  #: the pid of what watches the ranks
         self._silence = 0  #: heartbeats since its last line
 
-    def at_heartbeat(self) -> Message:
+    def at_heartbeat(self) -> dict[str, Any] | None:
         """Start the monitor when it is due, and report one that hangs. Return the newest sample that was not taken.
 
         Heartbeats are counted, not time: a suspended job stops both processes.
         """
         self._silence += 1
         if self._silence == MONITOR_HANGS:
-            self._send({"is": "sick", "what": "its monitor hangs: a disk or the GPUs' driver does not answer"})
+            self._send(NodeSick("its monitor hangs: a disk or the GPUs' driver does not answer"))
         if time.monotonic() >= self._start_at:
             self._start_at = math.inf
             try:
@@ -54,7 +54,7 @@ class MonitorProcess:
             except OSError as error:  # no memory or no processes are left: the ranks may go on
                 self._note_end(str(error))
         usage, self._usage = self._usage, None
-        return {} if usage is None else {"usage": usage}
+        return usage
 
     def _note_end(self, why: str) -> None:
         log.warning("the node's monitor has ended: what the job uses here is no longer known: %s", why)
@@ -69,32 +69,32 @@ class MonitorProcess:
                 case {"usage": usage}:
                     self._usage = usage
                 case {"sick": what}:
-                    self._send({"is": "sick", "what": what})
+                    self._send(NodeSick(what))
                 case {"log": text}:
                     log.warning("%s", text)
         return True
 
-    def watch_ranks(self, order: Message) -> None:
+    def watch_ranks(self, order: WatchRanksOrder) -> None:
         """Watch the ranks of a script by the command of ``order``, and send each change. Without one end the watch."""
         if self._rank_watch in self._helpers.pids:  # else it has ended, and the number may be another process's
             os.kill(self._rank_watch, signal.SIGKILL)
         self._rank_watch = None
-        if not order["command"]:
+        if not order.command:
             return
-        lines, attempt = _Lines("watch for silent ranks"), order["attempt"]
+        lines = _Lines("watch for silent ranks")
 
         def take(data: bytes) -> bool:
             for change in lines.cut(data):
-                self._send({"is": "activity", "attempt": attempt, **change})
+                self._send(RankActivity(order.attempt, **change))
             if not data and self._rank_watch == pid:
-                self._send({"is": "watch_ended", "attempt": attempt})
+                self._send(RankWatchEnded(order.attempt))
             return True
 
         try:
-            pid = self._rank_watch = self._helpers.start(order["command"], take)
+            pid = self._rank_watch = self._helpers.start(order.command, take)
         except OSError as error:  # no memory or no processes are left: the ranks may go on
             log.warning("silent ranks are not watched: %s", error)
-            self._send({"is": "watch_ended", "attempt": attempt})
+            self._send(RankWatchEnded(order.attempt))
 
 
 class _Lines:

@@ -1,13 +1,13 @@
 """``python -m toolkit.plugins.node_watch.stack_digest``: what one node's ranks wait for in a hang.
 
 The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
-this process. It reads ``{"run", "attempt", "standings"}``: the run's folder, its attempt and the ranks in question.
+this process. It reads the agent's order, a :class:`~toolkit.nodes.agent.messages.StacksOrder`.
 It writes groups, also as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the
 supervisor is short also for many ranks.
 
-``"whole": true`` adds the stacks: only ranks with equal stacks form a group. ``"outside": true`` first reads the stacks
-of scripts that do not write them, and ends no process; ``"may_end": true`` ends those that cannot be read otherwise.
-``"remove": true`` only removes what the ranks have written so far.
+``whole`` adds the stacks: only ranks with equal stacks form a group. ``outside`` first reads the stacks
+of scripts that do not write them, and ends no process; ``may_end`` ends those that cannot be read otherwise.
+``remove`` only removes what the ranks have written so far.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit import hang
 from toolkit.base import reading
+from toolkit.files import records
+from toolkit.files.records import JsonRecord
 from toolkit.files.rundir import RunDir
+from toolkit.nodes.agent.messages import StacksOrder
 from toolkit.nodes.agent.reports import Standing
 from toolkit.plugins.node_watch import outside_stacks
 from toolkit.plugins.node_watch.outside_stacks import Stack, is_ours, main_stack, program_line
@@ -151,8 +154,8 @@ class RankStack:
         return self.standing.phase
 
     @property
-    def order(self) -> tuple[bool, int, int, bool]:
-        """Return a key by which ranks that are further behind are smaller.
+    def order(self) -> Place:
+        """Return a key of four numbers by which ranks that are further behind are smaller.
 
         In order: has not joined, has done fewer steps, is in no collective, is in one that the toolkit has not called,
         does not answer. What a rank does in a step is unknown without a stack; most likely it waits as well.
@@ -162,23 +165,23 @@ class RankStack:
         waits = int(guessed)
         if not self.is_read or awaits(self.stack or ()):
             waits = WAITING + is_ours(self.stack or ())  # all ranks make the toolkit's own calls
-        return *self.reported, waits, answers
+        return *self.reported, waits, int(answers)
 
     @property
-    def reported(self) -> tuple[bool, int]:
+    def reported(self) -> Place:
         """Return the part of :attr:`order` that follows from reports. It needs no answer from the rank."""
-        return self.standing.phase is not None, -1 if self.standing.step is None else self.standing.step
+        return int(self.standing.phase is not None), 0 if self.standing.step is None else 1 + self.standing.step
 
 
 # --------------------------------------------------------------------------------------------------------- the digest
 
 #: Smaller is further behind, see :attr:`RankStack.order`. The third is ``WAITING`` or more for ranks in a collective.
-Place: TypeAlias = tuple[bool, int, int, bool]
+Place: TypeAlias = tuple[int, ...]
 WAITING = 2
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class RankGroup(JsonRecord):
     """Ranks of which the same is known."""
 
     place: Place
@@ -222,19 +225,16 @@ def merge(groups: Iterable[RankGroup]) -> list[RankGroup]:
     return sorted(merged, key=lambda member: member.ranks)
 
 
-def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
-    """Return the groups that :func:`digest` has written."""
-    return [
-        RankGroup(tuple(place), doing, is_read, has_answered, tuple(ranks), still_s, tuple(stack))
-        for place, doing, is_read, has_answered, ranks, still_s, stack in groups
-    ]
+def from_json(groups: Any) -> list[RankGroup]:
+    """Return the groups that :func:`digest` has written. Raises Misfit."""
+    return records.decode(list[RankGroup], groups)
 
 
 def digest(folder: Path, standings: Sequence[Standing], *, whole: bool = False) -> str:
     """Return the groups of these ranks as JSON, by the stacks that they write."""
     read = collect(folder, standings)
     seen = [RankStack(each, read.get(each.rank), each.rank in read) for each in standings]
-    return json.dumps([astuple(each) for each in group(seen, whole=whole)])
+    return json.dumps([each.to_json() for each in group(seen, whole=whole)])
 
 
 def remove(folder: Path, standings: Sequence[Standing]) -> None:
@@ -245,16 +245,15 @@ def remove(folder: Path, standings: Sequence[Standing]) -> None:
 
 
 def main() -> None:
-    request = json.load(sys.stdin)
-    run, attempt = RunDir(Path(request["run"])), int(request["attempt"])
-    folder, standings = run.attempt_logs(attempt), [Standing(*standing) for standing in request["standings"]]
-    if request.get("remove"):
+    order = StacksOrder.from_json(json.load(sys.stdin))
+    run = RunDir(Path(order.run))
+    folder, standings = run.attempt_logs(order.attempt), order.standings
+    if order.remove:
         remove(folder, standings)
-        standings = []
-    if request.get("outside"):
-        pids = RankProcesses(run, attempt).pids()
-        outside_stacks.write(run, attempt, pids, may_end=bool(request.get("may_end")))
-    print(digest(folder, standings, whole=bool(request.get("whole"))), flush=True)
+        standings = ()
+    if order.outside:
+        outside_stacks.write(run, order.attempt, RankProcesses(run, order.attempt).pids(), may_end=order.may_end)
+    print(digest(folder, standings, whole=order.whole), flush=True)
     os._exit(0)  # a thread may hang in a read
 
 

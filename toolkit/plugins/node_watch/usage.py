@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from toolkit.base import procfs
 from toolkit.base.procfs import ProcessStat
@@ -67,12 +67,6 @@ class NodeUsage:
     received_bytes: int = 0  #: of the whole node
     sent_bytes: int = 0
     gpus: tuple[GpuUsage, ...] = ()
-
-    @staticmethod
-    def parse(content: Mapping[str, Any]) -> NodeUsage:
-        """Return the usage in a message. Raises TypeError if it is none."""
-        gpus = tuple(GpuUsage(**{**gpu, "link": tuple(gpu["link"])}) for gpu in content["gpus"])
-        return NodeUsage(**{**content, "gpus": gpus})
 
 
 class _Totals(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from toolkit.base import logs
+from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, NodeAnswered
 from toolkit.nodes.start.launcher import Events
@@ -47,7 +48,7 @@ def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str,
     Each comes with a line on what is slow. A node that does not answer in time, or has no torch outside its container,
     is left out. Anything in ``events``, such as a signal, ends the wait, and stays there.
     """
-    order = {"do": "check", "command": COMMAND}
+    order = CheckOrder(tuple(COMMAND))
     heard: Events = SimpleQueue()
     awaited, texts = {*hosts} - agents.silent_hosts, dict[str, str]()
     number = agents.request(dict.fromkeys(awaited, order), heard)
@@ -57,8 +58,8 @@ def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str,
             event = heard.get(timeout=LOOK_EVERY_S)
         except Empty:
             continue
-        if isinstance(event, NodeAnswered):
-            texts[event.host] = str(event.message["text"])
+        if isinstance(event, NodeAnswered) and isinstance(event.message, CheckAnswered):
+            texts[event.host] = event.message.text
         awaited.discard(event.host)
     agents.withdraw(number)
     return compare(texts)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from toolkit.base import logs
-from toolkit.files.records import JsonRecord
 from toolkit.nodes.agent.helpers import Helpers, parsed
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message, NodeStaged, StageOrder
 from toolkit.nodes.agent.processes import Processes
 
 COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.copying")
@@ -26,16 +24,6 @@ TRIES = 2
 log = logs.get(__name__)
 
 
-@dataclass(frozen=True)
-class CopyAnswer(JsonRecord):
-    """What the process that copies has printed."""
-
-    copies: Mapping[str, str]  #: by the paths of their originals
-    problems: tuple[str, ...]
-    damaged: tuple[str, ...] = ()  #: keys of packages
-    took_s: float = 0.0
-
-
 class CopyKeeper:
     """Has copies made, and has an attempt use only those that are whole."""
 
@@ -43,11 +31,11 @@ class CopyKeeper:
         self._helpers, self._processes, self._send = helpers, processes, send
         self._seen_whole = 0.0  #: when, by time.monotonic()
 
-    def stage(self, order: Message) -> None:
-        """Copy packages to the node's own disk, then send ``staged``. What is started waits ``wait_s`` for that."""
-        if order["wait_s"]:
-            self._processes.hold(order["wait_s"])
-        self._copy(json.dumps(order["request"]).encode(), TRIES)
+    def stage(self, order: StageOrder) -> None:
+        """Copy packages to the node's own disk, then report it. What is started waits ``wait_s`` for that."""
+        if order.wait_s:
+            self._processes.hold(order.wait_s)
+        self._copy(json.dumps(order.request).encode(), TRIES)
 
     def _copy(self, request: bytes, tries: int) -> None:
         """Copy in a separate process, which holds the copies until this one ends."""
@@ -57,18 +45,18 @@ class CopyKeeper:
                 log.warning("the copying to this node's disk has ended without an answer: trying again")
                 self._copy(request, tries - 1)
                 return
-            none = CopyAnswer({}, ("the copying was killed: see the agent's log",))
-            self._use((parsed(text, CopyAnswer) or none).to_json())
+            none = NodeStaged({}, ("the copying was killed: see the agent's log",))
+            self._use(parsed(text, NodeStaged) or none)
 
         try:
             self._helpers.ask(COPY_COMMAND, take, request)
         except OSError as error:
-            self._use({"copies": {}, "problems": [str(error)]})
+            self._use(NodeStaged({}, (str(error),)))
 
-    def _use(self, answer: Message) -> None:
+    def _use(self, staged: NodeStaged) -> None:
         self._seen_whole = time.monotonic()
-        self._processes.use_copies(answer["copies"])
-        self._send({"is": "staged", **answer})
+        self._processes.use_copies(staged.copies)
+        self._send(staged)
 
     def check(self) -> None:
         """Use the copies no more if files of theirs are gone. To be called before processes are started.
@@ -86,8 +74,8 @@ class CopyKeeper:
             # Ranks use the original of each copy that is not whole.
             lost = [source for source in paths if source not in whole]
             if lost:
-                problems = [f"{source}: files of its copy were removed from this node's disk" for source in lost]
-                self._send({"is": "staged", "copies": whole, "problems": problems})
+                problems = (f"{source}: files of its copy were removed from this node's disk" for source in lost)
+                self._send(NodeStaged(whole, tuple(problems)))
             self._seen_whole = time.monotonic()
             processes.use_copies(whole)
 

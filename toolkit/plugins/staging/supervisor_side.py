@@ -27,7 +27,7 @@ from toolkit.base import fsio, logs, this_node
 from toolkit.config import JobConfig
 from toolkit.files.records import FileRecord
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent.link import Message
+from toolkit.nodes.agent.messages import Message, NodeStaged, StageOrder, ZygoteReady
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agents import AgentUser
@@ -98,10 +98,10 @@ class NodeStaging(AgentUser):
         self._figures = ImportFigures()
         self._packages: dict[str, Package] = {}
         self._is_packed = threading.Event()
-        self._imported: dict[str, Message] = {}  #: by host
-        self._copied: dict[str, Message] = {}
+        self._imported: dict[str, ZygoteReady] = {}  #: by host
+        self._copied: dict[str, NodeStaged] = {}
         self._lost: set[str] = set()
-        self._orders: list[Message] = []  #: also for agents that connect later
+        self._orders: list[StageOrder] = []  #: also for agents that connect later
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
@@ -201,7 +201,7 @@ class NodeStaging(AgentUser):
         assert self._launcher is not None
         with self._launcher.agents.lock:
             if request.packages:
-                order = {"do": "stage", "request": request.to_json(), "wait_s": wait_s}
+                order = StageOrder(request.to_json(), wait_s)
                 self._orders.append(order)
                 self._launcher.agents.send_all(order)
             self._launcher.release_zygotes()
@@ -237,28 +237,28 @@ class NodeStaging(AgentUser):
             self._launcher.agents.send(host, order)
 
     def take_message(self, host: str, message: Message) -> None:
-        if message["is"] == "imported":
+        if isinstance(message, ZygoteReady):
             self._note_imported(host, message)
-        elif message["is"] == "staged":
+        elif isinstance(message, NodeStaged):
             self._note_staged(host, message)
 
-    def _note_imported(self, host: str, message: Message) -> None:
+    def _note_imported(self, host: str, message: ZygoteReady) -> None:
         self._imported[host] = message
         if not self._hosts <= self._imported.keys() | self._lost:
             return
         # Files are written in a thread of their own: the shared disk may be slow.
-        if all(message["is_of_a_copy"] for message in self._imported.values()):
+        if all(message.is_of_a_copy for message in self._imported.values()):
             threading.Thread(target=self._note_gain, daemon=True).start()
         elif self._measures:
             self._measures = False
             threading.Thread(target=self._judge_imports, daemon=True).start()
 
-    def _note_staged(self, host: str, message: Message) -> None:
+    def _note_staged(self, host: str, message: NodeStaged) -> None:
         is_first = host not in self._copied
         self._copied[host] = message
-        for problem in message["problems"]:
+        for problem in message.problems:
             log.warning("node %s: %s: it uses the original", host, problem)
-        for key in message.get("damaged", ()):
+        for key in message.damaged:
             package.discard(self._packages[key])
         if is_first and not self._first and self._hosts <= self._copied.keys() | self._lost:
             threading.Thread(target=self._summarize, args=[self._hosts], daemon=True).start()
@@ -286,10 +286,10 @@ class NodeStaging(AgentUser):
 
     def _judge_imports(self) -> None:
         """Copy the environment in the background if that pays."""
-        slowest = max(self._imported.values(), key=lambda message: float(message["waited_s"]))
-        self._keep_figures(import_s=slowest["import_s"], waited_s=slowest["waited_s"])
+        slowest = max(self._imported.values(), key=lambda message: message.waited_s)
+        self._keep_figures(import_s=slowest.import_s, waited_s=slowest.waited_s)
         assert self._environment is not None
-        text = f"imports took {slowest['import_s']:.1f} s, of this {slowest['waited_s']:.1f} s in wait for files"
+        text = f"imports took {slowest.import_s:.1f} s, of this {slowest.waited_s:.1f} s in wait for files"
         if not self._figures.pays:
             self._note(f"the environment is not copied to the nodes: {text}")
             return
@@ -298,7 +298,7 @@ class NodeStaging(AgentUser):
         self._in_thread([self._environment], is_awaited=False, most_bytes=most)
 
     def _note_gain(self) -> None:
-        took_s = max(message["import_s"] for message in self._imported.values())
+        took_s = max(message.import_s for message in self._imported.values())
         self._keep_figures(import_of_copy_s=took_s)
         before = "" if self._figures.import_s is None else f", {self._figures.import_s:.1f} s from the shared disk"
         self._note(f"imports took {took_s:.1f} s from the nodes' copies{before}")
@@ -308,10 +308,10 @@ class NodeStaging(AgentUser):
         copied = {host: self._copied[host] for host in hosts if host in self._copied}
         if not copied or not self._packages:
             return
-        took_s = max(message.get("took_s", 0.0) for message in copied.values())
+        took_s = max(message.took_s for message in copied.values())
         if took_s and self._environment is not None and any(each.program for each in self._packages.values()):
             self._keep_figures(copied_s=took_s)
-        without = sum(bool(message["problems"]) for message in copied.values())
+        without = sum(bool(message.problems) for message in copied.values())
         names = ", ".join(f"{each.source} ({fsio.size_text(each.bytes)})" for each in self._packages.values())
         text = f"nodes with a copy: {len(copied) - without} of {len(copied)}, "
         text += f"made within {took_s:.1f} s" if took_s else "all from an earlier start"

@@ -22,6 +22,7 @@ from toolkit.base.errors import EXIT_STOPPED, DamagedFileError
 from toolkit.files import records
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.hang import Watchdog
+from toolkit.nodes.agent.messages import ConnectionsAnswered, RankActivity
 from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import (
@@ -32,11 +33,9 @@ from toolkit.nodes.start.launcher import (
     MainReport,
     NodeFailed,
     Progress,
-    RankActivity,
     RanksExited,
     RanksFinished,
     RanksSignalled,
-    RankWatchEnded,
     RunningRanks,
     Store,
     StoreHostEnded,
@@ -208,7 +207,7 @@ class AttemptLoop:
                 attempt.note_heard(host, ranks)
             case Progress(host, digest) if digest.attempt == attempt.number:
                 self._hangs.hear(host, digest)
-            case RankActivity() | RankWatchEnded() if event.attempt == attempt.number:
+            case RankActivity() if event.attempt == attempt.number:
                 self._hangs.take_activity(event)
             # Ends and failures: after the first one the other ranks are killed soon.
             case RanksExited():
@@ -229,7 +228,7 @@ class AttemptLoop:
                 attempt.fail(failure)
                 self._kill_soon(ERROR_REPORTS_S)
             # What agents answer, and signals to this process.
-            case NodeAnswered(host, {"addresses": addresses}):
+            case NodeAnswered(host, ConnectionsAnswered(addresses=addresses)):
                 for address in addresses:
                     note_cut_link(self._context, attempt, host, address)
             case RanksSignalled():
@@ -396,9 +395,9 @@ class HangWatch:
             self._reports = Watchdog(self._context.config.dist.timeout_s)
         self._reports.hear(host, digest)
 
-    def take_activity(self, event: RankActivity | RankWatchEnded) -> None:
-        """Take what a node tells of the ranks of a script that reports nothing."""
-        self._investigation.take_activity(event)
+    def take_activity(self, activity: RankActivity) -> None:
+        """Take what a node tells of a rank of a script that reports nothing."""
+        self._investigation.take_activity(activity)
 
     def look(self) -> None:
         """Kill the ranks if they hang.

@@ -9,6 +9,7 @@ from functools import partial
 
 from toolkit.base import hostlist, logs, outages
 from toolkit.base.errors import SlurmError
+from toolkit.nodes.agent.messages import LeaveOrder
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.supervise import parts
@@ -73,7 +74,7 @@ class NodeCare:
         if job.slurm is None or row is None or agents is None:
             return
         for host in drained:
-            agents.send(host, {"do": "leave"})
+            agents.send(host, LeaveOrder())
         keep = hostlist.compress([host for host in hostlist.expand(row.node_list) if host not in drained])
         give_back = partial(job.slurm.release_nodes, row.requeue_id, keep=keep)
         outages.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", wait_s=0.0)

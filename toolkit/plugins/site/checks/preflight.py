@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from toolkit.base import fsio, logs
 from toolkit.base.this_node import bare_python
+from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events
@@ -67,10 +68,10 @@ def report_on_nodes(
             return prevented(hosts, in_the_way, time.monotonic() - began)
         needs = [(tasks * cpus, gpus) for tasks, cpus, gpus in job.shapes.values()]
         command_of = {
-            (cpus, gpus): command(CheckRequest(str(shared.path), shared.token, [cpus], gpus, may_load=True))
+            (cpus, gpus): tuple(command(CheckRequest(str(shared.path), shared.token, [cpus], gpus, may_load=True)))
             for cpus, gpus in set(needs)
         }
-        orders = {host: {"do": "check", "command": command_of[need]} for host, need in zip(hosts, needs, strict=True)}
+        orders = {host: CheckOrder(command_of[need]) for host, need in zip(hosts, needs, strict=True)}
         number = agents.request(orders, events)
         nodes, errors = _listen(hosts, {*spares}, events, began + limit_s)
         agents.withdraw(number)
@@ -100,8 +101,8 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
         except Empty:
             break
         match event:
-            case NodeAnswered(host, {"text": text}):
-                _take(nodes[host], text, event)
+            case NodeAnswered(host, CheckAnswered() as answer):
+                _take(nodes[host], answer, event)
             case NodeAnswered():  # an answer to an earlier request
                 continue
             case NodeSilent(host, why, is_certain):
@@ -114,14 +115,13 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
     return list(nodes.values()), errors
 
 
-def _take(node: Heard, text: str, answered: NodeAnswered) -> None:
+def _take(node: Heard, checked: CheckAnswered, answered: NodeAnswered) -> None:
     try:
-        answer = CheckAnswer.parse(text)
+        answer = CheckAnswer.parse(checked.text)
     except (ValueError, TypeError, KeyError):
-        node.failure = text.strip() or "its checks ended without a word; see its agent's log"
+        node.failure = checked.text.strip() or "its checks ended without a word; see its agent's log"
         return
-    began, ended = answered.message["began"], answered.message["ended"]
-    node.take(answer, answered.asked, answered.received, began, ended)
+    node.take(answer, answered.asked, answered.received, checked.began, checked.ended)
 
 
 class SharedFolder:
