@@ -12,7 +12,6 @@ accelerate and Lightning come with the ``bench`` extra and are left out where th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import logging
 import math
@@ -21,7 +20,7 @@ import select
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -142,8 +141,14 @@ def bare(session: Session) -> Round:
     return timed(train)
 
 
-class TurnEnded(Exception):
-    """Ends a turn of the real loop between two steps, as if it went on."""
+def steps_of(trainer: Trainer) -> Iterator[None]:
+    """Make a step at each ``next``, after what is due after the step before."""
+    trainer._hooks = Hooks()
+    trainer._evaluations = Evaluations(trainer._session, trainer._strategy, trainer._sheet, None, trainer._hooks, 0)
+    trainer._begin()
+    for batch in trainer._steps_of(trainer._batches(), lambda: False):
+        trainer._train_step(batch)
+        yield
 
 
 def ours(session: Session) -> Round:
@@ -156,26 +161,12 @@ def ours(session: Session) -> Round:
     config = TrainConfig(epochs=NEVER, max_steps=NEVER, log_every=LOG_EVERY, eval_every=NEVER)
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
-    life, end = trainer._life, 0
-    boundary = life.boundary
-
-    # The trainer has no way to stop after some steps, so its boundary between two steps raises.
-    def turn_end() -> None:
-        boundary()
-        if life.step == end:
-            raise TurnEnded
-
-    life.begin()
-    trainer._hooks = Hooks()
-    trainer._evaluations = Evaluations(session, strategy, life.sheet, None, trainer._hooks, 0)
+    made = steps_of(trainer)
 
     def train(steps: int) -> None:
-        nonlocal end
-        end = life.step + steps
-        with contextlib.suppress(TurnEnded):
-            trainer._train()
+        for _ in range(steps):
+            next(made)
 
-    life.boundary = turn_end
     return timed(train)
 
 

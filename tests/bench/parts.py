@@ -30,7 +30,7 @@ from toolkit.strategies.objective import Objective
 from toolkit.strategies.update.apply import Update
 from toolkit.train import feed
 from toolkit.train import loop as training
-from toolkit.train.lifecycle import Lifecycle
+from toolkit.train.engine import LoopEngine
 from toolkit.train.loop import Trainer
 from toolkit.train.loss_windows import LossWindow
 from toolkit.train.user_loop import TrainingRun
@@ -46,9 +46,9 @@ PARTS: dict[str, tuple[Any, str]] = {
     "update": (Update, "apply"),
     "of that the optimizer": (SGD, "step"),
     "loss kept": (LossWindow, "add"),
-    "step counted and reported": (Lifecycle, "step_done"),
-    "logging": (Trainer, "_log"),
-    "boundary": (Lifecycle, "boundary"),
+    "step counted and reported": (LoopEngine, "_count_step"),
+    "logging": (Trainer, "_write"),
+    "boundary": (LoopEngine, "_boundary"),
     "seeds of toolkit.start": (feed, "reseed"),
     "run.log": (TrainingRun, "log"),
     "between two steps of toolkit.start": (UserSteps, "_end_step"),

@@ -145,16 +145,16 @@ def _arm(strike: Mapping[str, Any]) -> None:
         os.kill(os.getpid(), signal.Signals[strike["signal"]])
 
     if strike["at"] == "step":
-        count = UserSteps._finish_step
+        count = UserSteps._count_step
 
-        def finish_step(self: UserSteps) -> None:
+        def count_step(self: UserSteps) -> None:
             count(self)
             if self.step == strike["step"]:
                 hit()
             elif self.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
                 time.sleep(0.1)
 
-        UserSteps._finish_step = finish_step
+        UserSteps._count_step = count_step
         return
     include = Saver.include_files
 

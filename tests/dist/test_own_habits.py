@@ -92,9 +92,8 @@ def leave_by_break(session: Session, folder: Path, limit: int) -> tuple[list[int
     saved, written = [], []
     for _ in run.epochs(3):
         for number, (x, _) in run.steps(DataLoader(dataset(), 6)).enumerate():
-            assert run._life is not None
-            saved.append(run._life._saved)
-            written.append(len(run._life.metrics))
+            saved.append(run._saved)
+            written.append(len(run._metrics))
             run.log(loss=step(model, optimizer, x))
             if number + 1 == limit:
                 break
@@ -124,8 +123,7 @@ def few_steps(session: Session, folder: Path) -> dict[str, float]:
             step(model, optimizer, x)
             run.log(loss=run.step)
     run.finish()
-    assert run._life is not None
-    metrics = dict(run._life.metrics)
+    metrics = dict(run._metrics)
     run.close()
     return metrics
 
@@ -359,8 +357,7 @@ def replace_the_optimizer(session: Session, folder: Path) -> tuple[list[int], li
         if number == 35:
             optimizer = SGD(model.parameters(), 0.02)
         step(model, optimizer, torch.ones(2, 8))
-        assert run._life is not None
-        saved.append(run._life._saved)
+        saved.append(run._saved)
     run.finish()
     run.close()
     return saved, messages

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet50
 
 from jobs.language_model import peak_flops
+from tests.bench.loop import steps_of
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
@@ -31,8 +32,6 @@ from toolkit.strategies import Loss, Objective, build_strategy
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.objective import Forward
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.evaluate import Evaluations
-from toolkit.train.job import Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
 from toolkit.train.state import identity
@@ -236,7 +235,7 @@ def bare(work: Work, session: Session) -> Round:
 
 
 def training_of(work: Work, session: Session, log_every: int) -> Trainer:
-    """Return a Trainer without an end that is ready for ``_train_step()``: no checkpoint, no evaluation."""
+    """Return a Trainer without an end that is ready for :func:`steps_of`: no checkpoint, no evaluation."""
     config = replace(work.train, epochs=1, log_every=log_every, eval_every=NEVER)
     strategy = build_strategy(StrategyConfig(), session, config)
     batch = work.samples * session.world_size
@@ -244,26 +243,18 @@ def training_of(work: Work, session: Session, log_every: int) -> Trainer:
     objective = Objective(lambda model, batch: Loss.mean(work.loss(model, batch.inputs, batch.targets)))
     strategy.build(work.model, partial(build_optimizer, work.optim), objective, loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))
-    trainer = Trainer(
+    return Trainer(
         config, session, strategy, loader, schedule=partial(build_schedule, work.optim), checkpoints=checkpoints
     )
-    trainer._life.step = 0
-    trainer._life.begin()
-    trainer._hooks = Hooks()
-    trainer._evaluations = Evaluations(session, strategy, trainer._life.sheet, None, trainer._hooks, 0)
-    return trainer
 
 
 def ours(work: Work, session: Session) -> Round:
     """Return our loop, with a line of metrics every ``LOG_EVERY`` steps."""
-    trainer = training_of(work, session, LOG_EVERY)
+    made = steps_of(training_of(work, session, LOG_EVERY))
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            trainer._train_step()
-            if trainer._life.step % LOG_EVERY == 0:
-                trainer._log()
-            trainer._life.boundary()
+            next(made)
 
     return timed(train, session.device)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.bench.loop import steps_of
 from tests.dist.objectives import cross_entropy
 from tests.dist.strategy_cases import part, plain_model, rates
 from tests.gpu import throughput
@@ -150,15 +151,15 @@ def steps_without_sync(session: Session, train: TrainConfig) -> int:
     sizes = throughput.GptSizes(layers=2, heads=2, width=64, vocabulary=256, length=32)
     work = throughput.gpt(sizes, 4, train.precision, compile=False)
     trainer = throughput.training_of(replace(work, train=train), session, log_every=100)
+    steps = steps_of(trainer)
     is_on_gpu = session.device.type == "cuda"
     for step in range(20):
         if is_on_gpu and step == 5:  # the first steps page-lock memory
             torch.cuda.set_sync_debug_mode("error")
-        trainer._train_step()
-        trainer._life.boundary()
+        next(steps)
     if is_on_gpu:
         torch.cuda.set_sync_debug_mode("default")
-    return trainer._life.step
+    return trainer.step
 
 
 TRAINS = {

@@ -102,7 +102,7 @@ MAKERS: dict[str, Callable[[str], object]] = {
     "optim.name": an_optimizer,
     "optim.schedule": lambda name: build_schedule(OptimConfig(schedule=name), 10),
     "train.precision": lambda name: autocast(CPU, name),
-    "train.on_nan": lambda word: NotFinite(TrainConfig(on_nan=word), SESSION, NOBODY, NOBODY, NOBODY),
+    "train.on_nan": lambda word: NotFinite(TrainConfig(on_nan=word), SESSION),
     "data.bad_samples": lambda word: a_loader(bad_samples=word),
     "data.share": lambda word: a_loader(share=word),
     "data.split": lambda word: a_loader(split=word),

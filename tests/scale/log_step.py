@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from tests.scale import Curve
-from toolkit.strategies.protocol import StepOutput
 from toolkit.train.loss_windows import LossWindow
 
 
@@ -19,8 +18,8 @@ def log(ranks: int) -> Mapping[str, float]:
         given.append(len(values))
         return {name: torch.full((ranks,), float(value), dtype=torch.float64) for name, value in values.items()}
 
-    window = LossWindow(0, ranks, by_rank)
-    window.add(StepOutput(torch.tensor(2.0), parts={"kl": torch.tensor(1.0)}))
+    window = LossWindow(0, ranks, by_rank, lambda own: [own], are_parts=True)
+    window.add({"train/loss": torch.tensor(2.0), "train/kl": torch.tensor(1.0)})
     _, own_s = window.take(0.5)
     return {"values given": sum(given), "times heard": len(own_s)}
 

@@ -92,6 +92,9 @@ class Batches(Protocol):
     def fingerprint(self) -> str | None:
         """Return a text that identifies the data set, equal for equal data sets. None: it is not known."""
 
+    def samples(self, step: int) -> list[int]:
+        """Return the samples that this rank gets in ``step``."""
+
     def global_samples(self, step: int) -> list[int]:
         """Return the samples that all ranks together get in ``step``."""
 

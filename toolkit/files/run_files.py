@@ -126,7 +126,7 @@ STOPPED_PHASE = "stopped"
 
 @dataclass(frozen=True)
 class RunProgress(JsonRecord):
-    """Rank 0's report, see `toolkit.train.lifecycle`."""
+    """Rank 0's report, see `toolkit.train.engine`."""
 
     step: int | None = None
     step_start: int | None = None

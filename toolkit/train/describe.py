@@ -34,22 +34,29 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
     others = tuple(f"strategy.{name}." for name in registry.names("strategies") if name != config.strategy.name)
     shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
     values = _shown((key, value_of(config, key)) for key in shown if key not in _LEFT_OUT)
-    sink.hparams(config_hparams(config) | values, metrics=("eval/accuracy", "eval/loss"))
+    sink.hparams(_own(config) | values, metrics=("eval/accuracy", "eval/loss"))
     for leaf in () if sample is None else nested.leaves(sample.data):
         if isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[1] in (1, 3):
             sink.images("samples", leaf[:_IMAGES])
             return
 
 
-def config_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
+def describe_script(config: JobConfig, run_dir: Path, sink: Sink) -> None:
+    """Log the config as text, and the hyper-parameters of a script with a loop of its own, if it has any."""
+    sink.text("config", dump_config(config))
+    if values := hparams_of_script(config, run_dir):
+        sink.hparams(values)
+
+
+def hparams_of_script(config: JobConfig, run_dir: Path) -> dict[str, bool | int | float | str]:
+    """Return the script's own keys and options, and the keys that the run's sweep varies, as hyper-parameters."""
+    point = RunDir(run_dir).point()
+    return _own(config) | ({} if point is None else _shown(point.values.items()))
+
+
+def _own(config: JobConfig) -> dict[str, bool | int | float | str]:
     """Return the job's own keys, and a script's options, as hyper-parameters."""
     return _shown([*leaves(config.params), *leaves(config.args, "args")])
-
-
-def swept_hparams(run_dir: Path) -> dict[str, bool | int | float | str]:
-    """Return the values of the keys that the run's sweep varies, as hyper-parameters. Empty without a sweep."""
-    point = RunDir(run_dir).point()
-    return {} if point is None else _shown(point.values.items())
 
 
 def _shown(values: Iterable[tuple[str, Any]]) -> dict[str, bool | int | float | str]:

@@ -18,7 +18,7 @@ ranks decide alike without communication, and a run that was killed and resumed 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -44,7 +44,67 @@ log = logs.get(__name__)
 
 
 class NotFinite:
-    """Checks the loss and the weights. Every rank makes the same calls and comes to the same result.
+    """Checks the loss and the weights. Every rank makes the same calls and comes to the same result."""
+
+    def __init__(self, config: TrainConfig, session: Session) -> None:
+        self.stops = choose("train.on_nan", config.on_nan, {"stop": True, "warn": False})
+        self.count = 0  #: number of logging steps whose mean loss was not finite, in the whole run
+        self._session = session
+        self._weights_were_finite = True  #: when a save was asked for last
+        self._row = 0  #: means in a row that are not finite
+        self._since = 0  #: the step before that row, or the first one of it, where that can be told
+        self._what = ""  #: the row's beginning in words
+
+    def judge(self, step: int, loss: float, losses: Sequence[float | Tensor]) -> None:
+        """Check ``loss``, the mean of the steps before ``step``.
+
+        ``losses`` are this rank's sums after each of these steps. With ``train.on_nan: stop``, raises NotFiniteError at
+        the second mean in a row that is not finite.
+        """
+        if math.isfinite(loss):
+            self._row, self._since, self._what = 0, step, ""
+            return
+        self._row, self.count = self._row + 1, self.count + 1
+        if self._row == 1:
+            self._what = f"the loss is not finite{self._beginning(step, losses)}"
+            log.warning("step %d: %s", step, self._what)
+        elif self.stops:
+            self.refuse(step)
+
+    def state(self) -> dict[str, Json]:
+        """Return what a checkpoint must hold. A stop does not end the row of bad means."""
+        row: dict[str, Json] = {"count": self.count, "row": self._row, "since": self._since, "what": self._what}
+        return {"finite": self._weights_were_finite, "not_finite": row}
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint whose ``meta`` has a :meth:`state`."""
+        self._weights_were_finite, saved = meta["finite"], meta["not_finite"]
+        self.count, self._row, self._since, self._what = (saved[key] for key in ("count", "row", "since", "what"))
+
+    def may_save(self, step: int, weighed: Weighed) -> bool:
+        """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``; a collective, a host sync."""
+        self._weights_were_finite = weighed.sum({"bad": float(bool(bad_weights(weighed.live())))})["bad"] == 0
+        if self._weights_were_finite or not self.stops:
+            return True
+        log.warning("step %d is not saved: the weights are not finite", step)
+        return False
+
+    def refuse(self, step: int) -> NoReturn:
+        """Raise NotFiniteError after ``step`` steps. All ranks call it."""
+        what = self._what or f"the weights are not finite after step {step}, the last one"
+        raise NotFiniteError(f"train.on_nan: {what}; {self._advice(step)}; train.on_nan: warn trains on")
+
+    def _beginning(self, step: int, losses: Sequence[float | Tensor]) -> str:
+        """Return where the row of bad means before ``step`` begins, as the end of a phrase; a collective."""
+        ranks = on_ranks(all(map(math.isfinite, losses[-1:])), self._session.device)
+        return f"{ranks}, since a step after step {self._since}"
+
+    def _advice(self, step: int) -> str:
+        return "look at the data and the learning rate, then resume"
+
+
+class JobNotFinite(NotFinite):
+    """Tells a job's first bad step, its samples, and the layer.
 
     ``roll_back(step, newest)`` is that of the run's checkpoints.
     """
@@ -57,76 +117,23 @@ class NotFinite:
         loader: Batches,
         roll_back: Callable[[int, int], int | None],
     ) -> None:
-        self.stops = choose("train.on_nan", config.on_nan, {"stop": True, "warn": False})
-        self.count = 0  #: number of logging steps whose mean loss was not finite, in the whole run
+        super().__init__(config, session)
         self._seed = config.seed
-        self._activity = session.activity
         self._strategy, self._loader, self._roll_back = strategy, loader, roll_back
-        self.weights_were_finite = True  #: when a save was asked for last
-        self._row = 0  #: means in a row that are not finite
-        self._since: int | None = None  #: the first step of that row
-        self._session = session
-        self._ranks = ""  #: those whose loss that was, as words
 
-    def judge(self, step: int, loss: float, losses: list[Tensor]) -> None:
-        """Check ``loss``, the mean of the steps before ``step``.
-
-        ``losses`` are the sums of this rank's parts after each of these steps. With ``train.on_nan: stop``, raises
-        NotFiniteError at the second mean in a row that is not finite.
-        """
-        if math.isfinite(loss):
-            self._row, self._since = 0, None
-            return
-        self._row, self.count = self._row + 1, self.count + 1
-        if self._row == 1:
-            first = self._first(losses)
-            self._since = step - len(losses) + first
-            self._ranks = on_ranks(all(map(math.isfinite, losses[first : first + 1])), self._session.device)
-            samples = self._samples(self._since)
-            log.warning("the loss is %s since step %d%s (samples %s)", loss, self._since, self._ranks, samples)
-        elif self.stops:
-            self.refuse(step)
-
-    def state(self) -> dict[str, Json]:
-        """Return what a checkpoint must hold. A stop does not end the row of bad means."""
-        return {"finite": self.weights_were_finite, "not_finite": {"row": self._row, "since": self._since}}
-
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose ``meta`` has a :meth:`state`."""
-        self.weights_were_finite = meta["finite"]
-        self._row, self._since = meta["not_finite"]["row"], meta["not_finite"]["since"]
-
-    def may_save(self, step: int, *, is_last: bool) -> bool:
-        """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``.
-
-        A collective and a host sync. Raises NotFiniteError after the last step, which must be saved.
-        """
-        self.weights_were_finite = weights_are_finite(self._strategy)
-        if self.weights_were_finite or not self.stops:
-            return True
-        if is_last:
-            self.refuse(step)
-        log.warning("step %d is not saved: the weights are not finite", step)
-        return False
-
-    def refuse(self, step: int) -> NoReturn:
-        """Raise NotFiniteError after ``step`` steps. All ranks call it: to find the layer they load a checkpoint."""
-        what = "the weights are not finite after the last step"
-        if self._since is not None:
-            samples = self._samples(self._since)
-            what = f"the loss is not finite since step {self._since}{self._ranks} (samples {samples})"
-        raise NotFiniteError(
-            f"train.on_nan: {what}; {self._cause(step)}. Look at these samples and at optim.lr, optim.warmup_steps and "
-            "train.clip_norm, or set train.skip_bad_steps: true, then resume; train.on_nan: warn trains on"
-        )
-
-    def _first(self, losses: list[Tensor]) -> int:
-        """Return the index of the first loss that was not finite; a collective."""
+    def _beginning(self, step: int, losses: Sequence[float | Tensor]) -> str:
         totals = self._strategy.sum({str(index): loss for index, loss in enumerate(losses)})
-        return next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
+        first = next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
+        self._since = step - len(losses) + first
+        ranks = on_ranks(all(map(math.isfinite, losses[first : first + 1])), self._session.device)
+        samples = listing(list(map(str, self._loader.global_samples(self._since))), 8)
+        return f" since step {self._since}{ranks} (samples {samples})"
 
-    def _samples(self, step: int) -> str:
-        return listing(list(map(str, self._loader.global_samples(step))), 8)
+    def _advice(self, step: int) -> str:
+        return (
+            f"{self._cause(step)}. Look at these samples and at optim.lr, optim.warmup_steps and train.clip_norm, or "
+            "set train.skip_bad_steps: true, then resume"
+        )
 
     def _cause(self, step: int) -> str:
         """Return what is wrong, as the end of a sentence. It names the layer where the strategy can find it.
@@ -136,10 +143,10 @@ class NotFinite:
         bad = bad_weights(self._strategy.live())
         now = f"of this rank's weights {len(bad)} are not finite: {listing(bad, 3)}" if bad else "the weights are"
         first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
-        if first_bad_layer is None or isinstance(self._strategy, InRounds) or self._since is None:
+        if first_bad_layer is None or isinstance(self._strategy, InRounds) or not self._what:
             return now
         # Repeat the first bad step on weights that were still good, with the same batch and random numbers.
-        self._activity.phase = hang.LOADING
+        self._session.activity.phase = hang.LOADING
         good_step = self._roll_back(step, self._since)
         try:
             batch = self._loader.at(self._since)
@@ -168,11 +175,6 @@ class Weighed(Protocol):
     def live(self) -> Mapping[str, Tensor]: ...
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]: ...
-
-
-def weights_are_finite(held: Weighed) -> bool:
-    """True if all weights are finite on all ranks; a collective and a host sync."""
-    return held.sum({"bad": float(bool(bad_weights(held.live())))})["bad"] == 0
 
 
 def bad_weights(tensors: Mapping[str, Tensor]) -> list[str]:

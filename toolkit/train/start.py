@@ -99,7 +99,7 @@ class StartedRun(TrainingRun):
         _open = None
         if isinstance(error, script_end.UnseenExit):
             # What comes after a loop that has reached its end is not the run's, as after a ``with`` block.
-            if self._life is not None and self.step == self._total:
+            if self.step == self._total:
                 error = None
             else:
                 log.warning("the script has left before the end of its loop: the run is not marked as completed")

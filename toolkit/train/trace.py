@@ -1,8 +1,8 @@
 """A trace of each rank's steps, their inputs and results, for `toolkit resume-check` to compare.
 
-It is made only when ``TOOLKIT_TRACE`` is set. Then it wraps the loop's loader and strategy; without it the loop pays
-nothing. Each rank appends lines to ``trace/rank-00003.jsonl`` in the run's folder: one at its start, with its
-conditions, and one for each step done, with digests of everything that a step takes and leaves.
+It is made only when ``TOOLKIT_TRACE`` is set. Each rank appends lines to ``trace/rank-00003.jsonl`` in the run's
+folder: one at its start, with its conditions, and one for each step done, with digests of everything that a step takes
+and leaves.
 
 It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "saved": 36, "late": 0.4, "signal": "SIGKILL"}}}``
 sends the signal to rank 2 of attempt 1, 0.4 of a step's time after it has begun step 37, wherever it is then. If no
@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.strategies.protocol import StepOutput, Strategy
 
 
 class StepTrace:
@@ -52,10 +51,6 @@ class StepTrace:
         self._step_s = 0.0
         self._line: dict[str, Any] = {}
         self._write({"conditions": dict(conditions)})
-
-    def watch(self, loader: Any, strategy: Strategy) -> tuple[Any, Strategy]:
-        """Return the loader and the strategy, wrapped so that each step is traced."""
-        return _WatchedLoader(loader, self), cast(Strategy, _WatchedStrategy(strategy, self))
 
     def begin(self, step: int, epoch: int) -> None:
         """Note that ``step`` begins, in ``epoch``. Start the timer of a signal that is due in it."""
@@ -148,33 +143,3 @@ def _digest_of_leaf(leaf: object) -> str | None:
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
         return f"{zlib.crc32(leaf.tobytes()):08x}"
     return f"{zlib.crc32(repr(leaf).encode()):08x}" if isinstance(leaf, (bool, int, float, str, bytes)) else None
-
-
-class _WatchedLoader:
-    def __init__(self, loader: Any, trace: StepTrace) -> None:
-        self._loader = loader
-        self._trace = trace
-
-    def at(self, step: int) -> Batch | None:
-        self._trace.begin(step, step * self._loader.global_batch_size // self._loader.dataset_size)
-        batch: Batch | None = self._loader.at(step)
-        self._trace.take_batch(step, batch, self._loader.samples(step))
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _WatchedStrategy:
-    def __init__(self, strategy: Strategy, trace: StepTrace) -> None:
-        self._strategy = strategy
-        self._trace = trace
-
-    def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        self._trace.take_start(lr)
-        output = self._strategy.step(batch, lr)
-        self._trace.take_end(output.loss, self._strategy.live())
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._strategy, name)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, closing
 from itertools import chain
@@ -30,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, filled
@@ -54,7 +52,7 @@ from toolkit.train.feed import (
     warning_about,
 )
 from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
-from toolkit.train.loss_windows import gather_json, means_by_tag
+from toolkit.train.loss_windows import by_tag, gather_json, number_of
 from toolkit.train.user_state import UserState
 from toolkit.train.user_steps import LoopPosition, UserSteps
 
@@ -99,6 +97,11 @@ class TrainingRun(UserSteps):
 
     def __init__(self, config: JobConfig, session: Session) -> None:
         super().__init__(config, session)
+        self.rank = session.rank  #: this rank, from 0
+        self.world_size = session.world_size  #: the number of ranks
+        self.local_rank = session.local_rank  #: this rank's number on its node
+        self.device = session.device  #: this rank's GPU, which is the current one, or the CPU
+        self.dir = session.run_dir  #: the run's folder, which all ranks share
         self._seed = seeder(config.train.seed, session.rank)
         self._loader: Loader | None = None
         self._feeds: dict[int, IterableFeed] = {}
@@ -110,31 +113,6 @@ class TrainingRun(UserSteps):
         self._script_seed = 0  #: the script's own, of which an epoch's beginning draws: equal ranks stay equal there
 
     # ------------------------------------------------------------------------------------------------------- facts
-
-    @property
-    def rank(self) -> int:
-        """Return this rank, from 0."""
-        return self._session.rank
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self._session.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Return this rank's number on its node."""
-        return self._session.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        """Return this rank's GPU, which is the current one, or the CPU."""
-        return self._session.device
-
-    @property
-    def dir(self) -> Path:
-        """Return the run's folder, which all ranks share."""
-        return self._session.run_dir
 
     @property
     def batch(self) -> int:
@@ -186,7 +164,7 @@ class TrainingRun(UserSteps):
         optimizers, schedulers, scalers, metrics, stateful loaders. Tensors, lists and dictionaries are filled in place.
         Call it once, when all objects are made. Raises ConfigError, by name, for what cannot be saved.
         """
-        if self._life is not None:
+        if self._is_open:
             raise ConfigError(
                 "run.resumable: called twice; hand over everything in one call. Several trainings, as the folds of a "
                 "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
@@ -195,11 +173,10 @@ class TrainingRun(UserSteps):
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
         self._script_seed = torch.initial_seed()
-        session = self._session
-        self._state = UserState(objects, session.rank, session.world_size, session.device, self._window)
+        self._state = UserState(objects, self.rank, self.world_size, self.device)
         self._accumulation = self._state.accumulation
-        loaded = self._resume(Checkpoints(self.config.checkpoint, self._session, self._state, {"kind": USER_LOOP}))
-        if loaded is not None and session.is_main:
+        self._checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, {"kind": USER_LOOP})
+        if self._open() is not None and self._session.is_main:
             log.info("filled from the checkpoint: %s; all else in the script begins anew", ", ".join(objects))
         # Report each pass as progress, because an evaluation makes no steps.
         models = [value for value in objects.values() if isinstance(value, nn.Module) and not is_metric(bare(value))]
@@ -218,12 +195,14 @@ class TrainingRun(UserSteps):
         every ``train.log_every`` steps. A tensor of one element is read off the device then. Ranks may log different
         names, or nothing. What is logged outside of a step is written before the next epoch, or at the end.
         """
-        for tag, value in means_by_tag(values).items():
-            self._window.add(tag, value)
+        numbers = {tag: number_of(tag, value) for tag, value in by_tag(values).items()}
+        self._window.add(numbers)
+        if self._trace is not None:
+            self._latest |= numbers
         self._activity.note_progress()
         if not self._in_step:
             # One rank may log alone here. The write is a collective, so it waits for a place that all come to.
-            self._opened("run.log")
+            self._require_open("run.log")
             self._has_logged = True
 
     # ------------------------------------------------------------------------------------------------------- the loop
@@ -234,11 +213,11 @@ class TrainingRun(UserSteps):
         A script may call it several times, one phase after the other. After a resume the phases that were over yield
         nothing. What stands between two phases is executed again.
         """
-        life = self._opened("run.epochs")
+        self._require_open("run.epochs")
         phase, self._phases = self._phases, self._phases + 1
         if phase < self._phase:
             return
-        self._finish_step()  # of an earlier loop that was left by a ``break``
+        self._count_step()  # of an earlier loop that was left by a ``break``
         self._meet(f"called run.epochs({count})", "all ranks make as many epochs")
         if phase > self._phase:
             # A checkpoint of this phase has its first epoch, so that a resume counts from there, too.
@@ -247,12 +226,12 @@ class TrainingRun(UserSteps):
         self._epochs = self._first_epoch + count
         self._has_left = True
         try:
-            while self._at.epoch < self._epochs and not self._is_done(life.step, self.config.train.max_steps):
+            while self._at.epoch < self._epochs and not self._is_done(self.config.train.max_steps):
                 self._called = self._singles = 0
                 # A resume within the epoch executes its beginning again, and must draw the same numbers there.
                 reseed(self._script_seed, -1 - self._at.epoch, 0)
                 yield self._at.epoch - self._first_epoch
-                self._finish_step()
+                self._count_step()
                 self._meet(f"ended epoch {self._at.epoch}", "all ranks leave an epoch by `break` at the same step")
                 self._at = LoopPosition(self._at.epoch + 1)
             self._has_left = False
@@ -269,7 +248,7 @@ class TrainingRun(UserSteps):
         too. An epoch may have several of them one after the other: after a resume those that were over give nothing.
         Raises ConfigError for one within a step of another.
         """
-        self._opened("run.steps")
+        self._require_open("run.steps")
         end = _least(total, self.config.train.max_steps)
         caller = sys._getframe(1)
         where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
@@ -288,16 +267,15 @@ class TrainingRun(UserSteps):
         return Steps(self._steps(loader, total, end, where), length, number)
 
     def _steps(self, loader: Any, total: int | None, end: int | None, where: str) -> Iterator[Any]:
-        life = self._opened("run.steps")
         if total is None and self._epochs is None:
             raise ConfigError(
                 "run.steps: say how many: run.steps(loader, total=10_000), or `for epoch in run.epochs(3):` around it"
             )
         self._refuse_singles(where)
-        self._finish_step()  # of an earlier loop that was left by a ``break``
+        self._count_step()  # of an earlier loop that was left by a ``break``
         if not self._enter(loader, by_epochs=total is None):
             return
-        self._turn, self._turn_from = self._turn + 1, life.step
+        self._turn, self._turn_from = self._turn + 1, self.step
         feed = self._feed(loader)
         self._total = end
         if self._epochs is not None:
@@ -306,22 +284,22 @@ class TrainingRun(UserSteps):
             lengths = [feed.batches_in(self._number + epoch - self._at.epoch) for epoch in epochs]
             known = [length for length in lengths if length is not None]
             if len(known) == len(lengths) and not self._at.place:
-                self._total = _least(end, life.step - self._at.batch + sum(known))
+                self._total = _least(end, self.step - self._at.batch + sum(known))
             of = "" if lengths[0] is None else f" of {lengths[0]} batches"
             self._meet(f"begun epoch {self._at.epoch}{of}", _SAME_LENGTH)
         else:
             self._meet("called run.steps()")
         self._buckets.arrange()
         # A loop that had ended before the step of a resume says nothing about that step's data.
-        if isinstance(loader, Loader) and loader is not self._loader and (end is None or life.step <= end):
+        if isinstance(loader, Loader) and loader is not self._loader and (end is None or self.step <= end):
             self._loader = loader
             self._checkpoints.use(loader)
         # The boundary before the first step; a run that resumes at its end has none.
-        if not self._is_done(life.step, end):
+        if not self._is_done(end):
             self._boundary()
         self._has_left = True
-        while not self._is_done(life.step, end):
-            before = life.step
+        while not self._is_done(end):
+            before = self.step
             yield from self._epoch_steps(feed, end, where)
             if total is None:
                 # Without a length the last step is not known before.
@@ -331,12 +309,12 @@ class TrainingRun(UserSteps):
                 self._meet(what, _SAME_LENGTH)
                 break
             # The loader is at its end: begin the next epoch, unless it gave no batch at all.
-            if not self._is_done(life.step, end):
-                if life.step == before and not self._at.batch:
+            if not self._is_done(end):
+                if self.step == before and not self._at.batch:
                     raise ConfigError(f"run.steps: the loader has no batch{advice_about(loader)}")
                 self._at = LoopPosition(self._at.epoch + 1, self._at.place)
         self._has_left = total is None
-        is_last_epoch = self._at.epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
+        is_last_epoch = self._at.epoch + 1 == self._epochs or self._is_done(self.config.train.max_steps)
         if total is not None or is_last_epoch:
             self._save_the_end()
 
@@ -374,53 +352,51 @@ class TrainingRun(UserSteps):
         return self._at.epoch + self._at.place * ROUNDS
 
     def _epoch_steps(self, feed: Feed, end: int | None, where: str) -> Iterator[Any]:
-        life, turn = self._opened("run.steps"), self._turn
-        assert self._state is not None
-        batches = feed.epoch(self._number, self._at.batch, life.step)
+        turn = self._turn
+        batches = feed.epoch(self._number, self._at.batch, self.step)
+        if self._trace is not None:
+            batches = self._traced(batches, feed)
         with closing(batches):  # type: ignore[type-var]
-            while not self._is_done(life.step, end):
-                if self._trace is not None:
-                    self._window.latest.clear()  # what was logged between two steps is none of the step's
-                    self._trace.begin(life.step, self._at.epoch)
-                self._activity.phase = hang.WAITING_FOR_DATA
-                began = time.perf_counter()
-                batch = next(batches, self)  # ``self`` stands for the end: a batch may be anything, None too
-                if batch is self:
-                    return
-                self._wait_s, self._samples = time.perf_counter() - began, feed.samples
-                if self._trace is not None:
-                    self._trace.take_batch(life.step, batch, feed.indices(life.step))
-                    self._trace.take_start(self._state.rate())
-                self._activity.phase = hang.IN_STEP
-                self._in_step = True
-                # The body of the user's loop runs here: it is the step.
+            for batch in self._steps_of(batches, lambda: self._is_done(end)):
+                self._samples = feed.samples
                 yield batch
                 if turn != self._turn:
                     raise ConfigError(
                         f"{where}: within a step of this run.steps another one was begun, and its batches counted as "
                         "steps: make the inner loop a plain `for batch in loader:`"
                     )
-                self._end_step()
+
+    def _traced(self, batches: Iterator[Any], feed: Feed) -> Iterator[Any]:
+        assert self._trace is not None
+        assert self._state is not None
+        while True:
+            self._latest.clear()  # what was logged between two steps is none of the step's
+            self._trace.begin(self.step, self._at.epoch)
+            batch = next(batches, self)
+            if batch is self:
+                return
+            self._trace.take_batch(self.step, batch, feed.indices(self.step))
+            self._trace.take_start(self._state.rate())
+            yield batch
 
     def finish(self) -> None:
         """End the run: save what is not saved yet, and hand over the result."""
         if self._stopped is not None:
-            raise self._stopped
-        life = self._opened("toolkit.start")
-        self._finish_step()
+            raise self._stopped  # the user's code has caught it
+        self._require_open("toolkit.start")
+        self._count_step()
         # A loop may be left at any step. Without a process group nothing can be written any more.
         self._has_logged |= self._window.is_open and (self.world_size == 1 or dist.is_initialized())
         self._meet("come to the end of the run")
         # A loop that was left by a `break` because of a stop is not over.
         if self._has_left and self._calls.meet("left its loop", has=self._session.gate.pending == STOP):
-            life.stop()
-        if not life.step:
+            self._stop()
+        if not self.step:
             raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
         self._save_the_end()
-        self._complete(life)
+        result = self._mark_completed()
         self._stack.close()
-        result = {"step": life.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(life.metrics)}
-        life.finish(result)
+        self._complete(result)
 
     # ------------------------------------------------------------------------------------------------- among the ranks
 
@@ -469,8 +445,8 @@ class TrainingRun(UserSteps):
                 "(torchdata's StatefulDataLoader)"
             )
 
-    def _is_done(self, step: int, end: int | None) -> bool:
-        return end is not None and step >= end
+    def _is_done(self, end: int | None) -> bool:
+        return end is not None and self.step >= end
 
 
 def _least(*bounds: int | None) -> int | None:

@@ -34,7 +34,7 @@ from toolkit.ranks.state import Entry, Json, PerRank, Replicated, entry, local
 from toolkit.strategies.models import SUFFIX, ExtraState, refuse_copies
 from toolkit.train import plain_state
 from toolkit.train.handed_over import Accumulation, Frozen, Unsaved, bare, bare_optimizer, is_metric
-from toolkit.train.loss_windows import LogWindow, gather_json
+from toolkit.train.loss_windows import gather_json
 from toolkit.train.plain_state import OptimizerSlots
 
 log = logs.get(__name__)
@@ -55,17 +55,14 @@ class HasStateDict(Protocol):
 
 
 class UserState:
-    """The objects that a loop hands over by name, in the order of their filling, and the window of its logged means.
+    """The objects that a loop hands over by name, in the order of their filling.
 
     It has what :class:`~toolkit.train.checkpoints.Checkpoints` needs of a strategy.
     """
 
-    def __init__(
-        self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device, window: LogWindow
-    ) -> None:
+    def __init__(self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device) -> None:
         """Sort the objects by kind. Raises ConfigError, by name, for what cannot be saved."""
         self._rank, self._world_size, self._device = rank, world_size, device
-        self._window = window
         self._objects, self._is_loaded = list(objects.values()), False
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
@@ -143,9 +140,6 @@ class UserState:
 
     def state(self) -> dict[str, Entry]:
         """Return everything as it is now, live; a collective."""
-        return {**self._entries(), **self._window.state()}
-
-    def _entries(self) -> dict[str, Entry]:
         self._refuse_another_model()
         entries = self._weights()
         entries |= self._buffers(entries.keys())
@@ -190,7 +184,7 @@ class UserState:
 
     def check(self) -> None:
         """Raise now what the next save would: for a state of other types, and replicas that differ. A collective."""
-        state = self._entries()
+        state = self.state()
         for name, each in state.items():
             if isinstance(each.value, Tensor):
                 check_plain(name, each.value)
@@ -302,7 +296,7 @@ class UserState:
         for at in self._filled_generators:
             self._generators[at].filled = plain_state.places_of(at, manifest)
             entries |= plain_state.entries_of(at, PerRank, None, self._generators[at].filled)
-        return {**entries, **self._window.places(manifest.meta.get("logged", []))}
+        return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
@@ -334,7 +328,6 @@ class UserState:
             other.put_together(values[own] if own in values else values[_place(name)])
         for at in self._filled_generators:
             self._generators[at].put_together(values[at])
-        self._window.loaded()
         self._is_loaded = True
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from jobs.llama import Llama, LlamaSizes
 from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
-from toolkit.strategies import StepOutput
 from toolkit.strategies.models import blocks, checkpoint_activations
 from toolkit.strategies.update.apply import Average, Update
 from toolkit.strategies.update.gradients import (
@@ -27,7 +25,6 @@ from toolkit.strategies.update.gradients import (
     LossScale,
     ShardedParameters,
 )
-from toolkit.train.loss_windows import LossWindow
 
 CPU = torch.device("cpu")
 
@@ -197,22 +194,6 @@ def test_an_average_that_does_not_say_how_old_it_is_does_not_begin_again() -> No
     assert update.state()["ema/steps"].value == 7
     update.loaded({"step": 7})
     assert update.state()["ema/steps"].value == 0, "one that starts here does"
-
-
-def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
-    def by_rank(values: Mapping[str, float | torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor([float(value)]) for name, value in values.items()}
-
-    window = LossWindow(0, 1, by_rank)
-    for loss in (4.0, 0.0, 2.0):
-        window.add(StepOutput(torch.tensor(loss), parts={"kl": torch.tensor(loss / 4)}))
-    window.leave_out(1)
-    again = LossWindow(0, 1, by_rank)
-    again.restore(window.state())
-    assert again.state() == window.state(), "a stop before the first step saves it once more"
-    again.add(StepOutput(torch.tensor(3.0), parts={"kl": torch.tensor(0.0)}))
-    assert window.take(0.5) == ({"loss": 3.0, "kl": 0.75}, [0.5])
-    assert again.take(0.5) == ({"loss": 3.0, "kl": 0.5}, [0.5])
 
 
 class Counting(torch.optim.SGD):

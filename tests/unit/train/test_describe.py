@@ -8,7 +8,7 @@ from toolkit.base import fsio
 from toolkit.config import load_config
 from toolkit.files.run_files import SweepPoint
 from toolkit.metrics.sinks import Sink
-from toolkit.train.describe import describe_run, swept_hparams
+from toolkit.train.describe import describe_run, hparams_of_script
 
 
 class HparamsKept(Sink):
@@ -39,9 +39,13 @@ def test_settings_of_an_optimizer_are_hyper_parameters_as_far_as_there_are_any()
 
 
 def test_what_a_sweep_varies_is_a_hyper_parameter(tmp_path: Path) -> None:
-    assert swept_hparams(tmp_path) == {}
+    assert hparams_of_script(load_config(None, [], site=False), tmp_path) == {}
     point = SweepPoint(
         "mine", "p", {"optim.lr": 0.25, "train.seed": 3, "optim.betas": [0.9, 0.95], "params.name": None}
     )
     fsio.write_json(tmp_path / "point.json", point.to_json())
-    assert swept_hparams(tmp_path) == {"optim.lr": 0.25, "train.seed": 3, "optim.betas": "[0.9, 0.95]"}
+    assert hparams_of_script(load_config(None, [], site=False), tmp_path) == {
+        "optim.lr": 0.25,
+        "train.seed": 3,
+        "optim.betas": "[0.9, 0.95]",
+    }

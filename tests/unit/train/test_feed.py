@@ -210,7 +210,7 @@ def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
 
 
 def test_the_speed_is_logged_once_at_a_step_and_never_at_the_resumed_one() -> None:
-    steps, life = SimpleNamespace(_figured=4), SimpleNamespace(step=4, figures=lambda: {"train/samples_per_s": 9.0})
-    assert UserSteps._figures(steps, life) == {}  # type: ignore[arg-type]
-    life.step = 5
-    assert [UserSteps._figures(steps, life) for _ in range(2)] == [life.figures(), {}]  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(_figured=4, step=4, _figures=lambda: {"train/samples_per_s": 9.0})
+    assert UserSteps._new_figures(run) == {}
+    run.step = 5
+    assert [UserSteps._new_figures(run) for _ in range(2)] == [run._figures(), {}]

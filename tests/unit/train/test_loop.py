@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from toolkit.config import TrainConfig
 from toolkit.config.learning_rate import total_steps
 from toolkit.train import not_finite
 from toolkit.train.loss_windows import LossWindow
-from toolkit.train.not_finite import NotFinite, bad_weights
+from toolkit.train.not_finite import JobNotFinite, bad_weights
 
 
 @pytest.mark.parametrize(
@@ -35,16 +36,19 @@ def test_weights_of_every_type_that_can_be_nan_are_looked_at(dtype: torch.dtype)
     assert bad_weights({"weights/a": good, "weights/b": bad, "weights/c": torch.ones(3, dtype=torch.int8)}) == ["b"]
 
 
-def checks(**train: Any) -> NotFinite:
-    held: Any = SimpleNamespace(sum=dict, global_samples=lambda step: [step], activity=None, device="cpu")
-    held.live = lambda: {"weights/a": torch.tensor([math.nan])}
-    return NotFinite(TrainConfig(**train), held, held, held, lambda step, newest: None)
+HELD: Any = SimpleNamespace(
+    sum=dict, global_samples=lambda step: [step], device="cpu", live=lambda: {"weights/a": torch.tensor([math.nan])}
+)
+
+
+def checks(**train: Any) -> JobNotFinite:
+    return JobNotFinite(TrainConfig(**train), HELD, HELD, HELD, lambda step, newest: None)
 
 
 def test_a_resumed_state_of_weights_that_were_not_finite_stays_marked() -> None:
     """Before, an evaluation after the resume wrote into the checkpoint that they were finite."""
     before, after = checks(on_nan="warn"), checks(on_nan="warn")
-    assert before.may_save(10, is_last=False)
+    assert before.may_save(10, HELD)
     after.restore(before.state())
     assert after.state()["finite"] is False
 
@@ -58,11 +62,42 @@ def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count(monkeypa
         after.judge(20, math.nan, [])
 
 
-def test_a_window_of_another_number_of_ranks_is_rank_0s_alone() -> None:
-    saved = {"steps": 4, "sums": {"loss": [1.0, 2.0]}}
-    held = []
-    for rank in range(3):
-        window = LossWindow(rank, 3, lambda values: {name: torch.tensor(value) for name, value in values.items()})
-        window.restore(saved)
-        held.append(window._before["loss"])
-    assert held == [3.0, 0.0, 0.0]
+def window(rank: int, *others: Mapping[str, float], are_parts: bool = False) -> LossWindow:
+    """Return a window of a rank whose peers give what ``others`` say, and 0 for all else."""
+
+    def by_rank(values: Mapping[str, float | torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = [values, *others]
+        return {name: torch.tensor([float(row.get(name, 0.0)) for row in rows]) for name in values}
+
+    return LossWindow(rank, 1 + len(others), by_rank, lambda own: [own], are_parts=are_parts)
+
+
+def test_a_window_is_a_mean_over_the_steps_that_were_made() -> None:
+    first, again = window(0, are_parts=True), window(0, are_parts=True)
+    for loss in (4.0, 0.0, 2.0):
+        first.add({"train/loss": torch.tensor(loss), "train/kl": torch.tensor(loss / 4)})
+    first.leave_out(1)
+    again.restore(first.state())
+    assert again.state() == first.state(), "a stop before the first step saves it once more"
+    again.add({"train/loss": torch.tensor(3.0), "train/kl": torch.tensor(0.0)})
+    assert first.take(0.5) == ({"train/loss": 3.0, "train/kl": 0.75}, [0.5])
+    assert again.take(0.5) == ({"train/loss": 3.0, "train/kl": 0.5}, [0.5])
+
+
+def test_a_window_of_values_is_their_mean_over_the_ranks_that_have_some() -> None:
+    own = window(0, {"sum train/loss": 7.0, "count train/loss": 1.0})
+    own.add({"train/loss": 1.0})
+    own.add({"train/loss": 4.0})
+    assert own.take()[0] == {"train/loss": 4.0}
+    assert own.taken == [1.0, 5.0]
+    assert not own.is_open
+
+
+@pytest.mark.parametrize(("are_parts", "count"), [(True, 4.0), (False, 7.0)])
+def test_a_window_of_another_number_of_ranks_is_rank_0s_alone(are_parts: bool, count: float) -> None:
+    saved = {"train/loss": {"sums": [1.0, 2.0], "counts": [4.0, 3.0]}}
+    windows = [window(rank, {}, {}, are_parts=are_parts) for rank in range(3)]
+    for each in windows:
+        each.restore(saved)
+    assert windows[0].state() == {"train/loss": {"sums": [3.0, 0.0, 0.0], "counts": [count, 0.0, 0.0]}}
+    assert [each.is_open for each in windows] == [True, False, False]

@@ -33,7 +33,7 @@ from toolkit.plugins.memory.second_place import SecondPlace
 from toolkit.ranks.state import Json
 from toolkit.train import saver
 from toolkit.train.checkpoints import Checkpoints, refuse_other_identity
-from toolkit.train.lifecycle import Lifecycle
+from toolkit.train.engine import LoopEngine
 from toolkit.train.saver import PATIENCE_S, SAVE, SaveTimer
 
 
@@ -374,15 +374,15 @@ def test_a_disk_that_is_away_fails_a_save_and_ends_no_training(
 def test_a_save_by_time_at_a_step_that_is_saved_starts_the_clock_anew() -> None:
     """Before, a request agreed on before the first step ended all saves by time."""
     asked, started = [SAVE], list[str]()
-    lifecycle: Any = Lifecycle.__new__(Lifecycle)
-    lifecycle.step = lifecycle._saved = 40
-    lifecycle._activity = SimpleNamespace(phase=0)
-    lifecycle._on_request = SimpleNamespace(is_recording=False)
+    loop: Any = LoopEngine.__new__(LoopEngine)
+    loop.step = loop._saved = 40
+    loop._activity = SimpleNamespace(phase=0)
+    loop._on_request = SimpleNamespace(is_recording=False)
     gate = SimpleNamespace(boundary=lambda step: asked.pop() if asked else None)
-    lifecycle._session = SimpleNamespace(gate=gate)
+    loop._session = SimpleNamespace(gate=gate)
     saver = SimpleNamespace(set_timer=lambda: started.append("timer"))
-    lifecycle._checkpoints = SimpleNamespace(saver=saver)
-    lifecycle.boundary()
+    loop._checkpoints = SimpleNamespace(saver=saver)
+    loop._boundary()
     assert started == ["timer"]
 
 

@@ -29,14 +29,13 @@ from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train.checkpoints import USER_LOOP, log_what_differs
 from toolkit.train.feed import IterableFeed, seeder
 from toolkit.train.handed_over import Unsaved
-from toolkit.train.loss_windows import LogWindow
 from toolkit.train.plain_state import decode, encode
 from toolkit.train.user_state import UserState
 
 
 def handed_over(**objects: Any) -> UserState:
     cpu = torch.device("cpu")
-    return UserState(objects, 0, 1, cpu, LogWindow(0, cpu))
+    return UserState(objects, 0, 1, cpu)
 
 
 @pytest.fixture(autouse=True)
@@ -304,19 +303,11 @@ def test_a_generator_that_a_layer_draws_from_goes_on(checkpoints: CheckpointFold
     save(checkpoints, 3, handed_over(model=first).state(), {}, rank=0, world_size=1, kv=None, attempt=1)
     expected = torch.rand(4, generator=first.drawn if ranks == 1 else torch.Generator().manual_seed(7))
     cpu = torch.device("cpu")
-    state = UserState({"model": again}, 0, ranks, cpu, LogWindow(0, cpu))
+    state = UserState({"model": again}, 0, ranks, cpu)
     loaded = load(checkpoints, state.places, rank=0, world_size=1, kv=None, attempt=2)
     assert loaded is not None
     state.loaded(loaded.values)
     assert torch.equal(torch.rand(4, generator=again.drawn), expected)
-
-
-def test_an_older_checkpoint_without_means_clears_those_of_a_damaged_one() -> None:
-    window = LogWindow(0, torch.device("cpu"))
-    window.places(["train/loss"])["log/rank0/window"].value.fill_(3.0)  # type: ignore[union-attr]
-    window.places([])  # the next older one was made before the first logged value
-    window.loaded()
-    assert window._sums == {}
 
 
 def test_a_resume_on_other_ranks_claims_the_same_results_of_run_loader_only(caplog: pytest.LogCaptureFixture) -> None:

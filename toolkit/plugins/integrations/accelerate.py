@@ -31,7 +31,7 @@ class AccelerateRun(LibraryRun):
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        super().__init__("accelerate", self._save)
+        super().__init__("accelerate", self._save_files)
         self._buckets.add_around(accelerator._models)
         self.refuse_other_world(accelerator.num_processes)
         # For scripts that accumulate gradients without ``accelerator.accumulate``.
@@ -42,14 +42,14 @@ class AccelerateRun(LibraryRun):
             project = accelerator.project_configuration
             project.iteration = int(self.meta.get("iteration", project.iteration))  # of the script's own checkpoints
 
-    def _save(self, folder: Path) -> None:
+    def _save_files(self, folder: Path) -> None:
         # With automatic names accelerate would choose another folder, and remove the script's own checkpoints there.
         project = self._accelerator.project_configuration
         with set_for_now(project, automatic_checkpoint_naming=False, iteration=project.iteration):
             self._accelerator.save_state(str(folder))
 
-    def saved_with(self) -> dict[str, Json]:
-        return {**super().saved_with(), "iteration": self._accelerator.project_configuration.iteration}
+    def _saved_with(self) -> dict[str, Json]:
+        return {**super()._saved_with(), "iteration": self._accelerator.project_configuration.iteration}
 
     def epochs(self, count: int) -> Iterator[int]:
         yield from super().epochs(count)
@@ -59,5 +59,5 @@ class AccelerateRun(LibraryRun):
         """True if accelerate has restored the loader's position, as it does with ``use_stateful_dataloader``."""
         return self.checkpoint is not None and getattr(loader, "use_stateful_dataloader", False)
 
-    def _end_step(self, *, may_save: bool = True) -> None:
-        super()._end_step(may_save=may_save and self._accelerator.sync_gradients)  # a checkpoint holds no gradients
+    def _after_step(self) -> bool:
+        return self._accelerator.sync_gradients and super()._after_step()  # a checkpoint holds no gradients

@@ -22,7 +22,7 @@ from toolkit.base.errors import CheckpointError, ConfigError, StoppedError
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.loss_windows import means_by_tag
+from toolkit.train.loss_windows import by_tag
 from toolkit.train.user_loop import TrainingRun, join_once
 from toolkit.train.user_state import UserState
 
@@ -54,18 +54,18 @@ class LibraryRun(TrainingRun):
         self._trace = None
         self._values: dict[str, Tensor | float] = {}
         self._is_finished = False
-        self._state = UserState({}, session.rank, session.world_size, session.device, self._window)
+        self._state = UserState({}, session.rank, session.world_size, session.device)
         self._is_checked = True  # the library saves, and there is no collective of ours between its own
-        checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
+        self._checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
 
         def save_files(folder: Path) -> None:
             save(folder / library)
             if session.is_main and not (folder / library).exists():  # committed, it would be a checkpoint of nothing
                 raise CheckpointError(f"{library} has written nothing to {folder / library}")
 
-        checkpoints.saver.include_files(save_files)
-        loaded = self._resume(checkpoints)
-        self.meta: Mapping[str, Any] = {} if loaded is None else loaded.meta  #: what :meth:`saved_with` has saved
+        self._checkpoints.saver.include_files(save_files)
+        loaded = self._open()
+        self.meta: Mapping[str, Any] = {} if loaded is None else loaded.meta  #: what :meth:`_saved_with` has saved
         #: The library's part of the newest whole checkpoint; None in a new run.
         self.checkpoint: Path | None = None if loaded is None else loaded.path / library
 
@@ -92,7 +92,10 @@ class LibraryRun(TrainingRun):
         """
         self._samples, self._wait_s, self._in_step = samples, 0.0, True
         self.log_all(values or {})
-        self._end_step(may_save=may_save)
+        if may_save:
+            self._end_step()
+        else:
+            self._log_step()
 
     def boundary(self) -> None:
         """Save or stop here if that is due."""
@@ -112,11 +115,9 @@ class LibraryRun(TrainingRun):
 
     def finish(self) -> None:
         """Hand over the result. What the script does from here on is done again if it is killed."""
-        life = self._opened(self._library)
         self._is_finished = True
         self._session.gate.close()
-        self._complete(life)
-        life.finish({"step": life.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(life.metrics)})
+        self._complete(self._mark_completed())
 
     # ---------------------------------------------------------------------------- what differs from a loop of one's own
 
@@ -129,7 +130,7 @@ class LibraryRun(TrainingRun):
         if self.rank == 0:
             # Not attached: a graph would keep the step's memory until the next write.
             detached = {tag: value.detach() if isinstance(value, Tensor) else value for tag, value in values.items()}
-            self._values |= means_by_tag(detached)
+            self._values |= by_tag(detached)
         if not self._in_step:
             self._write()
 
@@ -138,11 +139,10 @@ class LibraryRun(TrainingRun):
         self.log(**{name: value for name, value in values.items() if _is_number(value)})
 
     def _write(self) -> None:
-        life = self._opened(self._library)
         means = {tag: float(value) for tag, value in self._values.items()}
         self._values = {}
-        life.metrics |= means
-        life.write(means | self._figures(life))
+        self._metrics |= means
+        self._write_figures(means | self._new_figures())
 
     def _boundary(self) -> None:
         try:
@@ -154,10 +154,10 @@ class LibraryRun(TrainingRun):
             raise SystemExit(stopped.exit_code) from None
         self._activity.phase = hang.IN_STEP
 
-    def may_save(self, *, must: bool) -> bool:
+    def _may_save(self, *, must: bool) -> bool:
         return True
 
-    def saved_with(self) -> dict[str, Json]:
+    def _saved_with(self) -> dict[str, Json]:
         return self._position()
 
 
