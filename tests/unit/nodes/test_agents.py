@@ -264,7 +264,7 @@ def test_what_saves_has_its_time_whatever_starts_it(
     assert output.read_text().endswith("saved\n") or leader == "time"
     assert (tmp_path / "trapped").exists() == (leader == "a trap behind")
     assert not (tmp_path / "next").exists()
-    wait_for(lambda: not processes_with(str(tmp_path)), TIMEOUT_S, "no process")
+    wait_for(lambda: not processes_with(f"PWD={tmp_path}"), TIMEOUT_S, "no process of the script")
     site.close()
 
 
