@@ -8,6 +8,7 @@ rest of this package treats it like those of schema.py.
 from __future__ import annotations
 
 import ast
+import builtins
 import collections.abc
 import operator
 import sys
@@ -203,19 +204,42 @@ class _DataclassReader:
                         alone = copy(statement)
                         alone.names = [alias]
                         return alone
-        return source.assignments.get(name)
+        return source.constants.get(name)
 
     def _bare(self, node: ast.ClassDef) -> ast.ClassDef:
         """Return the class with its values alone: methods and other decorators may need what is not there."""
-        body = [each for each in node.body if isinstance(each, ast.Assign) or self._declares_field(each)]
         decorators = [each for each in node.decorator_list if _is_decorator(self._source, each)]
+        if decorators:
+            body = [self._bare_field(each) for each in node.body if self._declares_field(each)]
+            used = {name.id for each in body for name in ast.walk(each) if isinstance(name, ast.Name)}
+            body[:0] = [each for each in node.body if isinstance(each, ast.Assign) and _names_of(each) & used]
+        else:
+            body = [self._bare_member(each) for each in node.body if isinstance(each, ast.Assign)]
         bare = ast.ClassDef(node.name, node.bases, node.keywords, body or [ast.Pass()], decorators)
         return ast.copy_location(bare, node)
+
+    def _bare_field(self, node: ast.stmt) -> ast.stmt:
+        """Return the declaration of a field without its metadata."""
+        node = deepcopy(node)
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Call) and self._source.full_name(value.func) == "dataclasses.field":
+            value.keywords = [each for each in value.keywords if each.arg != "metadata"]
+        return node
+
+    def _bare_member(self, node: ast.Assign) -> ast.stmt:
+        """Return a member of an Enum. Configs have its name: a value that needs more of the file is left out."""
+        names = [each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)]
+        if all(hasattr(builtins, name) or self._definition(name) for name in names):
+            return node
+        return ast.copy_location(ast.Assign(node.targets, ast.Constant(ast.unparse(node.targets[0]))), node)
 
     def _declares_field(self, node: ast.stmt) -> bool:
         if not isinstance(node, ast.AnnAssign):
             return False
-        return self._source.full_name(getattr(node.annotation, "value", node.annotation)) != "typing.ClassVar"
+        kind = self._source.full_name(getattr(node.annotation, "value", node.annotation))
+        if kind == "dataclasses.InitVar":
+            raise self._unknown(node)
+        return kind != "typing.ClassVar"
 
     def _plain_class(self, kind: Any) -> type:
         """Return a dataclass like ``kind`` of the file, with plain types and defaults, and what the source says."""
@@ -236,7 +260,7 @@ class _DataclassReader:
         holder = type("Holder", (), {"__annotations__": {f.name: f.type}})
         try:
             hint = self._plain_type(get_type_hints(holder, self._names)[f.name], node)
-        except (NameError, TypeError, AttributeError, SyntaxError):
+        except (NameError, TypeError, AttributeError, SyntaxError, IndexError):  # also of a bare `List`
             raise self._unknown(node) from None
         value = f.default
         if f.default_factory is not MISSING:
@@ -300,6 +324,10 @@ class _DataclassReader:
         return ConfigError(f"params: {self._source.place(node)}: {text}")
 
 
+def _names_of(node: ast.Assign) -> set[str]:
+    return {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+
 def _types_in_texts(annotation: ast.expr) -> Iterator[ast.AST]:
     """Yield the types that an annotation has as texts, but not the words of a Literal."""
     subscripts = [node for node in ast.walk(annotation) if isinstance(node, ast.Subscript)]
@@ -307,7 +335,9 @@ def _types_in_texts(annotation: ast.expr) -> Iterator[ast.AST]:
     for node in ast.walk(annotation):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in words:
             with suppress(SyntaxError, ValueError):
-                yield ast.parse(node.value, mode="eval")
+                kind = ast.parse(node.value, mode="eval").body
+                yield kind
+                yield from _types_in_texts(kind)
 
 
 def _without_members(value: Any) -> Any:
@@ -315,5 +345,5 @@ def _without_members(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_without_members, value))
+        return (list if isinstance(value, list) else tuple)(map(_without_members, value))
     return {key: _without_members(each) for key, each in value.items()} if isinstance(value, dict) else value

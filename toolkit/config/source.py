@@ -6,7 +6,8 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -84,12 +85,19 @@ class PythonSource:
         self.nodes = [*ast.walk(self.tree)]
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
-        #: The assignments to names at the top level; of several to one name the last.
-        self.assignments: dict[str, ast.stmt] = {}
+
+    @cached_property
+    def constants(self) -> dict[str, ast.stmt]:
+        """The assignments at the top level, by name, of names that no other statement may change."""
+        touched = Counter(name for node in self.tree.body for name in _touched(node))
+        touched.update(name for node in self.nodes if isinstance(node, ast.Global) for name in node.names)
+        found: dict[str, ast.stmt] = {}
         for node in self.tree.body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self.assignments |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                found |= {name: node for name in names if touched[name] == 1}
+        return found
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
@@ -182,3 +190,19 @@ class PythonSource:
                 text = _FOR_TOOLS.sub("", token.string).lstrip("#:").strip()
                 found[token.start[0]] = mark, text
         return found
+
+
+def _touched(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement of the top level assigns, or may change: ``W[0] = 1``, ``W.append(1)``."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        return
+    if isinstance(node, ast.Expr):
+        yield from (inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name))
+        return
+    if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        if isinstance(node, ast.Name):
+            yield node.id
+    for child in ast.iter_child_nodes(node):
+        yield from _touched(child)

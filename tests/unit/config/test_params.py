@@ -196,6 +196,11 @@ def test_a_job_that_is_not_there_is_named_where_params_need_it(job: Path) -> Non
     [
         ("width: int = compute()", 3, "needs compute, and only the constants, enums and dataclasses of this file are"),
         ("width: int = WIDE", 3, "needs WIDE, and only"),
+        ("width: int = CHANGED", 3, "needs CHANGED"),
+        ("width: int = FILLED[0]", 3, "needs FILLED"),
+        ("sizes: list[int] = field(default_factory=lambda: list(FILLED))", 3, "needs FILLED"),
+        ("sizes: List", 3, "the type List is none that a config can hold"),
+        ("width: InitVar[int] = 3", 3, "the type InitVar[int] is none that a config can hold"),
         ("width: int = 1 // 0", 3, "ZeroDivisionError: integer division or modulo by zero"),
         ("width: int = 'a'", 3, "the default 'a' does not fit its type int"),
         ("width: int = True", 3, "the default True does not fit its type int"),
@@ -217,8 +222,8 @@ def test_a_job_that_is_not_there_is_named_where_params_need_it(job: Path) -> Non
 def test_a_field_that_cannot_be_known_without_the_rest_of_the_file_is_refused(
     body: str, line: int, says: str, tmp_path: Path
 ) -> None:
-    head = "from dataclasses import dataclass, field; from typing import Literal"
-    text = f"@dataclass\nclass Params:\n  {body}\n\n@dataclass\nclass Sub:\n  x: int = 1\nWIDE = 3\n{head}\n"
+    head = "from dataclasses import dataclass, field, InitVar; from typing import List, Literal"
+    text = f"@dataclass\nclass Params:\n  {body}\n\n@dataclass\nclass Sub:\n  x: int = 1\nWIDE = 3\n{CHANGES}{head}\n"
     with pytest.raises(ConfigError) as caught:
         of_text(text, tmp_path)
     assert str(caught.value).startswith(f"params: {tmp_path / 'read.py'}, line {line}: {says}")
@@ -242,9 +247,19 @@ def test_a_type_may_have_a_name_of_its_own(tmp_path: Path) -> None:
     assert text_of(hints_of(of_text(text.replace("  b: Round", ""), tmp_path))["a"]) == "list[int | None]"
 
 
+CHANGES = "CHANGED = 8\nif WIDE: CHANGED = 16\nFILLED = []\nFILLED.append(3)\n"
 COMPUTED = """import math, no_such_module
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from typing import Literal, Optional
+
+class Precision(Enum):
+    BF16 = no_such_module.bfloat16
+    FP32 = no_such_module.float32
+
+class Kind(StrEnum):
+    SMALL = auto()
+    LARGE = no_such_module.large()
 
 HEADS = 4
 WIDTH = 2**4 * HEADS
@@ -255,7 +270,12 @@ sgd = no_such_module.SGD
 class Params:
     width: int = WIDTH
     scale: float = 1 / math.sqrt(WIDTH)
+    DTYPE = no_such_module.bfloat16
+    LEAST = 2
     optimizer: "Literal['sgd', 'a b']" = "sgd"
+    precision: Precision = Precision.FP32
+    kind: "Optional['Kind']" = Kind.LARGE
+    rate: float = field(default=0.1 * LEAST, metadata={"help": no_such_module.text})
     depth: int
 
     @no_such_module.cached
@@ -264,7 +284,8 @@ class Params:
 
 
 def test_a_default_may_be_computed_from_constants_of_the_file(tmp_path: Path) -> None:
-    expected = {"width": 64, "scale": 0.125, "optimizer": "sgd", "depth": None}
+    expected = {"width": 64, "scale": 0.125, "optimizer": "sgd", "precision": "FP32", "kind": "LARGE", "rate": 0.2}
+    expected["depth"] = None
     assert defaults_of(of_text(COMPUTED, tmp_path), None) == expected
 
 

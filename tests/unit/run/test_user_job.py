@@ -165,7 +165,7 @@ def test_a_file_may_hold_a_job_class_a_main_or_a_loop(text: str, job: str, tmp_p
         ),
         (
             "import dataclasses\n@dataclasses.dataclass\nclass Params:\n  x: int = f()\n" + MAIN,
-            r"params: .*work\.py, line 4: the default f\(\) is no literal",
+            r"params: .*work\.py, line 4: needs f, and only",
         ),
     ],
 )
