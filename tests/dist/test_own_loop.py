@@ -545,6 +545,8 @@ def test_weights_that_are_not_finite_are_not_saved_and_end_the_attempt(tmp_path:
     ((said, newest), _) = run_ranks(2, diverge, tmp_path / "stop", "stop")
     assert said.startswith("train.on_nan: the loss is not finite, since a step after step 3; look at")
     assert newest == 4
+    written = [json.loads(line) for line in (tmp_path / "stop/tensorboard/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written if "train/samples_per_s" in line][-1] == 9, "also of the last window"
     assert run_ranks(2, diverge, tmp_path / "warn", "warn")[0] == ("trained", 12)
 
 

@@ -86,8 +86,9 @@ class LoopEngine:
 
     def _restore(self, meta: Mapping[str, Any]) -> None:
         """Take over what :meth:`_saved_with` has left in a checkpoint."""
-        self._window.restore(meta["log"])
-        self._not_finite.restore(meta)
+        if "log" in meta:  # a library's loop keeps no means, and older checkpoints have others
+            self._window.restore(meta["log"])
+            self._not_finite.restore(meta)
 
     def _progress(self) -> dict[str, Any]:
         """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
@@ -151,6 +152,7 @@ class LoopEngine:
             self._in_step = True
             # The body of the loop runs here: it is the step.
             yield batch
+            del batch  # else it would stay on the device during evaluations and saves
             self._end_step()
 
     def _end_step(self) -> None:

@@ -118,6 +118,7 @@ class Trainer(LoopEngine):
                 self._log_rate_change(loaded.meta)
             for batch in self._steps_of(self._batches(), lambda: self.step >= self._total):
                 self._train_step(batch)
+                del batch
             self._sink.completed(self.step)
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self.step * self._loader.global_batch_size

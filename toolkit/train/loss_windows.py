@@ -36,9 +36,11 @@ class LossWindow:
     ) -> None:
         """``by_rank`` and ``gather`` are those of :class:`toolkit.strategies.protocol.Strategy`.
 
-        ``are_parts``: the sum of the ranks' values of a step is one value. Else each is one.
+        ``are_parts``: of a step the ranks' values are parts of one, which is 0 for a tag that it lacks. Else each value
+        counts, as often as it was added.
         """
         self._rank, self._world_size, self._by_rank, self._gather = rank, world_size, by_rank, gather
+        self._are_parts = are_parts
         self._whole: Callable[[list[float]], float] = max if are_parts else sum  # makes one count of the ranks' counts
         self._tags: list[str] = []  #: those that all ranks know, in the same order
         self._sums: dict[str, float | Tensor] = {}
@@ -57,8 +59,8 @@ class LossWindow:
 
     def leave_out(self, steps: int) -> None:
         """Leave ``steps`` steps out of the means. Their losses were added as 0 because the steps were left out."""
-        for tag in self._counts:
-            self._counts[tag] -= steps
+        if steps:
+            self._counts[LOSS] -= steps
 
     @property
     def is_open(self) -> bool:
@@ -71,7 +73,7 @@ class LossWindow:
         Both are equal on every rank. A collective and a host sync. A tag of which all was left out has no mean.
         """
         rows = self._rows(figure)
-        counts = {tag: self._whole(rows[f"count {tag}"].tolist()) for tag in self._tags}
+        counts = {tag: self._whole(rows[f"count {LOSS if self._are_parts else tag}"].tolist()) for tag in self._tags}
         means = {tag: rows[f"sum {tag}"].sum().item() / count for tag, count in counts.items() if count}
         self.taken, self._after_each = self._after_each, []
         self._sums, self._counts = {}, {}

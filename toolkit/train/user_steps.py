@@ -20,7 +20,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.ddp_buckets import DdpBuckets
 from toolkit.train.describe import describe_script, hparams_of_script
-from toolkit.train.engine import LoopEngine
+from toolkit.train.engine import NOT_FINITE, LoopEngine
 from toolkit.train.handed_over import Accumulation
 from toolkit.train.loss_windows import LossWindow, gather_json
 from toolkit.train.not_finite import NotFinite
@@ -134,7 +134,11 @@ class UserSteps(LoopEngine):
         phase, self._activity.phase = self._activity.phase, hang.LOGGING
         means, _ = self._window.take()
         self._metrics |= means
-        self._write_figures(self._judged(means) | self._new_figures())
+        self._write_figures(means | self._new_figures())
+        # Last: what ends the run must not keep its figures from the files.
+        judged = self._judged(means)
+        if NOT_FINITE in judged:
+            self._sink.scalars(self.step, {NOT_FINITE: judged[NOT_FINITE]})
         self._activity.phase = phase
 
     def _new_figures(self) -> dict[str, float]:
@@ -166,8 +170,7 @@ class UserSteps(LoopEngine):
         return {"position": list(astuple(self._at)), "ddp_orders": self._buckets.orders(), **phase}
 
     def _restore(self, meta: Mapping[str, Any]) -> None:
-        if "log" in meta:  # a library's loop keeps no means
-            super()._restore(meta)
+        super()._restore(meta)
         self._figured = self.step
         self._buckets.take(meta)
         self._at = LoopPosition(*meta["position"])

@@ -84,6 +84,15 @@ def test_a_window_is_a_mean_over_the_steps_that_were_made() -> None:
     assert again.take(0.5) == ({"train/loss": 3.0, "train/kl": 0.5}, [0.5])
 
 
+def test_a_loss_of_some_steps_is_a_mean_over_all_that_were_made() -> None:
+    parts = window(0, are_parts=True)
+    for step in range(10):
+        rare = {"train/kl": 1.0} if step < 2 else {}
+        parts.add({"train/loss": 0.0 if step > 6 else 2.0, **rare})
+    parts.leave_out(3)
+    assert parts.take()[0] == {"train/loss": 2.0, "train/kl": 2 / 7}
+
+
 def test_a_window_of_values_is_their_mean_over_the_ranks_that_have_some() -> None:
     own = window(0, {"sum train/loss": 7.0, "count train/loss": 1.0})
     own.add({"train/loss": 1.0})
