@@ -346,14 +346,14 @@ class Slurm:
     def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
         """Return the mode of the job's QOS, or None where the cluster's mode holds. A pending job may have several QOS.
 
-        The cluster's holds, too, where accounting cannot be asked from a node. A follow-up job that the submission has
-        sent waits all the same.
+        Where accounting cannot be asked, as on many nodes, it counts as CANCEL: a follow-up job that is not needed ends
+        by itself, and without one that is needed the run would end.
         """
         columns = ["--noheader", "--parsable2", "format=PreemptMode"]
         try:
             modes = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).split() if job.qos else []
         except SlurmError:
-            return None
+            return "CANCEL"
         return ",".join(settings.preempt_mode if mode == "cluster" else mode for mode in modes) or None
 
     def has(self, program: str) -> bool:
