@@ -195,6 +195,8 @@ class Agent:
                 self._watch_order = order
             case messages.WatchRanksOrder():
                 self._monitor.watch_ranks(order)
+                if not self._monitor:  # it has failed here
+                    self._send(messages.RankWatchEnded(order.attempt))
             case messages.StageOrder():
                 self._copies.stage(order)
                 if not self._copies:  # it has failed here: what waits for copies does without
