@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_370,
+    "lines of toolkit/": 71_450,
     "files of toolkit/": 388,
     "classes of toolkit/": 683,  # 30 more: each message between supervisor and agents has a class
-    "functions of toolkit/": 4911,
-    "lines of the core": 47_239,
+    "functions of toolkit/": 4917,
+    "lines of the core": 47_309,  # 39 more: each message between supervisor and agents has a class
     "files of the core": 263,
-    "lines of plugins": 24_131,
+    "lines of plugins": 24_141,
     "files of plugins": 125,
     "hooks": 0,
-    "lines of tests/": 83_496,
+    "lines of tests/": 83_559,
     "tests' setattr of a constant": 133,
-    "words of docs": 74_794,
+    "words of docs": 74_797,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from toolkit.plugins.sweep.sweep_folder import ArrayRecord, Point, SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership
+from toolkit.slurm.jobs import JobRow
 
 CONFIG = "job: jobs.mine\nname: mine\ndata: {name: digits}\nparams: {width: 1}\n"
 JOB = """
@@ -172,6 +174,35 @@ def test_a_completed_submission_keeps_points_that_ended_or_were_resumed(monkeypa
     assert [*slurm.submitted] == ["1"]
     assert [ownership.jobs_of(run) for run in left] == [["1_0"], ["1_1"]]
     assert (ended.result(), resumed.owner()) == (RunResult(RunState.CANCELLED, 0, why="by its user"), taken)
+
+
+def test_points_that_live_on_another_cluster_are_not_submitted_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their submitter was killed before it knew the job, which started."""
+    interrupt(monkeypatch, submission, "_note", "train.seed=0..1")
+    sweep = sweep_folder.of_name("mine")
+    here, there = map(sweep.run_of, sweep.points())
+    owner = there.owner()
+    assert owner is not None
+    fsio.write_json(there.path / "owner.json", owner.replace(cluster="alps").to_json())
+    monkeypatch.setenv("SLURM_CLUSTERS", "eiger")
+    slurm = FakeSlurm()
+    for _ in range(2):
+        submit(slurm, "train.seed=0..1")
+        assert f"run {there.id} is not submitted again: its job is on the cluster alps" in caplog.text
+        assert sorted(point.values["train.seed"] for point in sweep.points()) == [0, 1]
+    assert (ownership.jobs_of(here), [*slurm.submitted]) == (["1_0"], ["1"])
+    assert there.owner() == owner.replace(cluster="alps")
+
+
+def test_an_array_that_slurm_holds_for_ever_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    slurm = FakeSlurm()
+    shown = slurm.show_job
+    slurm.show_job = lambda job_id: replace(shown(job_id) or JobRow(job_id, "PENDING"), reason="PartitionTimeLimit")
+    submit(slurm, "train.seed=0..1")
+    assert "job 1 is queued and may never start" in caplog.text
+    assert "`toolkit sweep stop mine` takes it back" in caplog.text
 
 
 def test_a_point_of_two_interrupted_submissions_is_submitted_once(monkeypatch: pytest.MonkeyPatch) -> None:

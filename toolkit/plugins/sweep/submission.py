@@ -23,7 +23,7 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs
-from toolkit.base.errors import RequestError, SlurmRefusedError, TakenError, ToolkitError
+from toolkit.base.errors import RequestError, SlurmError, SlurmRefusedError, TakenError, ToolkitError
 from toolkit.base.procfs import Life
 from toolkit.config import JobConfig, yaml_core
 from toolkit.config.script_arguments import escaped
@@ -322,7 +322,10 @@ class _Sender:
             raise
         _note(self._sweep, path, array, job)
         self.sent |= {point.id for point in array.points}
-        self.jobs += [job] if self._executor == "slurm" else []
+        if self._executor == "slurm":
+            self.jobs.append(job)
+            with contextlib.suppress(SlurmError):  # it only says what Slurm's queue says, too
+                executors.warn_if_held(self._slurm.show_job(job), f"toolkit sweep stop {self._sweep.name}")
 
     def _sbatch(self, path: Path, array: ArrayRecord, config: JobConfig) -> str:
         """Write the array's batch script and submit it; return the job's id."""
@@ -464,6 +467,9 @@ def _left(sweep: SweepDir, slurm: SlurmCommands) -> list[_Unsent]:
         for point in array.points:
             run = sweep.run_of(point)
             with _spared(run, unread):
+                if (jobs := submitted_run.of(run)).is_elsewhere():
+                    log.warning("run %s is not submitted again: its job is on the cluster %s", run.id, jobs.cluster)
+                    continue
                 number, owner = ownership.number_of(run), run.owner()
                 is_ours = owner is None or owner.token == array.token
                 if is_ours and run.result() is None and run.config.exists():

@@ -130,22 +130,26 @@ def _status(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Names
         say(line)
 
 
-def _retry(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
+def _retry(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> int | None:
     failed = [each for each in found if each.is_to_retry]
     jobs, sent = submission.retry(sweep, [each.point for each in failed])
     if args.json:
         retried = [_as_data(each) for each in found if each.point.id in sent]
         print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": retried}))
-        return
+        return EXIT_FAILED if failed and not sent else None
     for line in _causes([*failed, *(each for each in found if each.state in (REMOVED, UNREADABLE))]):
         say(line)
+    if not sent and failed:
+        say(f"sweep {sweep.name}: nothing was submitted: see above why not")
+        return EXIT_FAILED
     if not sent:
         say(f"sweep {sweep.name}: no point has failed; nothing was submitted")
-        return
+        return None
     say(
         f"sweep {sweep.name}: {_points(len(sent))} submitted again"
         + (f" (Slurm job {', '.join(jobs)})" if jobs else "")
     )
+    return None
 
 
 def _stop(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> int | None:

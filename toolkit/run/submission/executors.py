@@ -44,6 +44,7 @@ from toolkit.run.requeue.requeue import forbid_expedited_requeue
 from toolkit.run.submission.handle import Run
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
+from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.states import NEVER, in_words
 
 log = logs.get(__name__)
@@ -179,16 +180,21 @@ def _cancel(jobs: Sequence[str]) -> None:
             Slurm().cancel(job_id)
 
 
+def warn_if_held(row: JobRow | None, cancel: str) -> None:
+    """Warn of a job that is queued and asks for more than it can have. The command ``cancel`` takes it back."""
+    if row is not None and row.reason in NEVER:
+        log.warning(
+            "job %s is queued and may never start: %s; `%s` takes it back, then ask for less",
+            *(row.job_id, in_words(row.reason), cancel),
+        )
+
+
 def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: str, took_s: float | None) -> None:
     """Submit a follow-up job where Slurm may end the job for good. It may do so before the job could submit one."""
     slurm = Slurm()
     try:
         row = slurm.show_job(job_id)
-        if row is not None and row.reason in NEVER:
-            log.warning(
-                "job %s is queued and may never start: %s; `toolkit cancel %s` takes it back, then ask for less",
-                *(job_id, in_words(row.reason), run.id),
-            )
+        warn_if_held(row, f"toolkit cancel {run.id}")
         if row is None or not follow_up.are_needed(row, slurm.settings(), slurm):
             return
     except SlurmError as error:
