@@ -429,3 +429,7 @@ def test_a_point_says_in_words_what_it_waits_for(slurm: FakeSlurm, capsys: pytes
     words = "as many elements of its array run as it allows (JobArrayTaskLimit)"
     assert {each.why for each in look(sent.sweep).values()} == {words}
     assert words in printed(capsys, "sweep", "status", "mine")
+
+
+def test_a_sweep_is_completed_only_where_no_point_is_in_another_state() -> None:
+    assert {*RunState} - {*rows._IMPORTANCE} == {RunState.COMPLETED}

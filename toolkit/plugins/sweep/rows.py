@@ -23,8 +23,8 @@ LOST, REMOVED = "lost", "removed"
 #: A sweep is in the first of these states that one of its points has: what goes on counts before what has ended, and
 #: what went wrong before what is done.
 _IMPORTANCE = (
-    *(RunState.RUNNING, RunState.STOPPING, RunState.STARTING, RunState.REQUEUED, RunState.QUEUED),
-    *(RunState.FAILED, LOST, UNREADABLE, RunState.STOPPED, RunState.CANCELLED),
+    *(RunState.RUNNING, RunState.STOPPING, RunState.RESTARTING, RunState.STARTING, RunState.REQUEUED, RunState.QUEUED),
+    *(RunState.FAILED, LOST, UNREADABLE, "unknown", RunState.STOPPED, RunState.CANCELLED),
 )
 #: A run that cannot be read may work.
 _TO_RETRY = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED)
