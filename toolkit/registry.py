@@ -64,6 +64,7 @@ STRATEGIES = {
     "ddp": _STEPS._replace(sync_batch_norm=True, own_time=True),
     **dict.fromkeys(("fsdp", "zero"), _SHARDS),
     "dp": _STEPS,
+    # Never built from here: train/run_job.py makes a Custom of the job's own parts.
     "custom": StrategyKind("toolkit.strategies:build_spmd", "toolkit.config.validation:CustomChecks"),
     "auto": _STEPS._replace(
         build=f"{_METHODS}.auto:build", checks=f"{_METHODS}.checks:AutoChecks", sync_batch_norm=True

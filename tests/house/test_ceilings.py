@@ -26,9 +26,9 @@ CEILINGS = {
     "lines of plugins": 24_141,
     "files of plugins": 125,
     "hooks": 0,
-    "lines of tests/": 83_559,
+    "lines of tests/": 83_564,
     "tests' setattr of a constant": 133,
-    "words of docs": 74_797,
+    "words of docs": 74_800,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

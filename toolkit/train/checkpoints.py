@@ -90,7 +90,7 @@ class Checkpoints:
             newest = on_disk["newest"]
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
-        self.saver.resume_from(newest)
+        self.saver.note_resumed(newest)
         self._loaded = loaded
         return loaded
 

@@ -113,7 +113,6 @@ class Trainer(LoopEngine):
                 self._end_epoch()
             self._throughput.reset()
             self._boundary()
-            # Only now: what a user has set at the checkpoint's step is set again in the boundary.
             if loaded is not None:
                 self._log_rate_change(loaded.meta)
             for batch in self._steps_of(self._batches(), lambda: self.step >= self._total):

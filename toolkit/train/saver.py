@@ -127,9 +127,10 @@ class Saver:
         on, because a full disk must not end it: the next save stores a later state. With ``must`` (nothing comes after
         this save) it is retried for ``PATIENCE_S``, and then raises CheckpointError.
 
-        The training waits for the first save of an attempt. Later ones are written in the background, one at a time,
-        unless they ``must`` be made. Raises UnsavableStateError where no later save would succeed either, such as for
-        replicas that have drifted apart; if the save before this one, in the background, has found it, at this one.
+        The training waits for the first save of an attempt. With ``checkpoint.background`` later ones are written in
+        the background, one at a time, unless they ``must`` be made. Raises UnsavableStateError where no later save
+        would succeed either, such as for replicas that have drifted apart; if the save before this one, in the
+        background, has found it, at this one.
         """
         started = time.monotonic()
         self.await_save()  # one save at a time
@@ -205,7 +206,7 @@ class Saver:
         count = f"{len(self._failed)} saves" if len(self._failed) > 1 else "save"
         return f"the last {count} failed: {self._failed[-1]}" if self._failed else None
 
-    def resume_from(self, newest: int | None) -> None:
+    def note_resumed(self, newest: int | None) -> None:
         """Note the step of the run's newest checkpoint, if any. Copy it to the second place, if it is not there.
 
         The attempt before may have ended while this checkpoint was being copied.

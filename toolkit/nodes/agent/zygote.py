@@ -56,7 +56,6 @@ MODULES = {
         "toolkit.cli.main",
         "toolkit.cli.commands.run",
         "toolkit.plugins.report.stragglers",
-        "toolkit.plugins.report.stragglers",
         "toolkit.train.on_request",
         "toolkit.plugins.node_watch.efficiency",
     ),

@@ -318,7 +318,7 @@ class Agents:
                 continue
             log.warning("no agent on %s: %s", host, why)
             self._note_missing(NodeSilent(host, why, is_certain))
-            self._tell("agent_missing", host, why)
+            self._tell(lambda user, host=host: user.agent_missing(host, why))  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------------- messages and requests
 
@@ -527,7 +527,7 @@ class Agents:
         if not self._is_leaving:
             log.warning("node %s: %s", host, why)
             self._note_missing(NodeSilent(host, why, is_certain=False))
-            self._tell("agent_ended", host, why)
+            self._tell(lambda user: user.agent_ended(host, why))
         elif not self._peers:  # they were meant to leave
             self._all_left.set()
 
@@ -567,7 +567,7 @@ class Agents:
             self.send(host, messages.WatchBatchHostOrder(tuple(command), self._turns[host]))
         for request in self._requests.values():
             self._ask(host, request)
-        self._tell("agent_connected", host)
+        self._tell(lambda user: user.agent_connected(host))
 
     def _take_message(self, host: str, message: messages.Message) -> None:
         match message:
@@ -593,17 +593,17 @@ class Agents:
                 known = self.sick_hosts.get(host)
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
             case _:
-                self._tell("take_message", host, message)
+                self._tell(lambda user: user.take_message(host, message))
 
-    def _tell(self, method: str, *what: Any) -> None:
+    def _tell(self, tell: Callable[[AgentUser], None]) -> None:
         """Tell the listeners and the launcher. One that fails hears no more: an error here would end the run."""
         for listener in self.listeners:
             try:
-                getattr(listener, method)(*what)
+                tell(listener)
             except Exception as error:  # it may be other people's code
                 log.error("what is done on the nodes beside the ranks has failed, and hears no more: %r", error)
                 self.listeners = tuple(each for each in self.listeners if each is not listener)
-        getattr(self._user, method)(*what)
+        tell(self._user)
 
     def _pass_time(self) -> None:
         """Send heartbeats, and look who is silent or late. Called every ``heartbeat_s`` or more often."""

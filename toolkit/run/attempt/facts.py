@@ -42,7 +42,7 @@ class Stop(StrEnum):
     """Why the supervisor ended the ranks, or asked them to stop."""
 
     CANCEL = "cancel"  #: `toolkit cancel`
-    USER = "user"  #: `toolkit stop`, or Ctrl-C where the run lives in a terminal
+    USER = "user"  #: `toolkit stop`, or without Slurm any signal, such as Ctrl-C
     CLOCK = "clock"  #: the time limit is near
     MOVE = "move"  #: a spare node is to replace one that is drained or sick
     SIGNAL = "signal"  #: TERM, USR1 or USR2, from Slurm, a site or a user; the row may say why
@@ -105,7 +105,7 @@ class Facts:
 
     exit_code: int
     failures: tuple[RankFailure, ...] = ()
-    stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
+    stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and what they had made is saved
     stop: Stop | None = None
     killed_after_s: float | None = None  #: the ranks that were asked to stop got SIGKILL so much later
     vacated_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
