@@ -26,7 +26,7 @@ CEILINGS = {
     "lines of plugins": 24_141,
     "files of plugins": 125,
     "hooks": 0,
-    "lines of tests/": 83_567,
+    "lines of tests/": 83_572,
     "tests' setattr of a constant": 133,
     "words of docs": 74_800,
 }

@@ -243,6 +243,22 @@ WAYS = (
 )
 
 
+def run_rank(words: list[str], folder: Path, env: dict[str, str]) -> int:
+    """Return a program's exit code. What it prints is in the files ``out`` and ``err``.
+
+    What a shell has started outlives it, and would hold a pipe open.
+    """
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        rank = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True
+        )
+    try:
+        return rank.wait(PATIENCE * 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("how", [*WAYS, "popen", "shell", "script", "session"])
 def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: str, tmp_path: Path) -> None:
@@ -253,16 +269,7 @@ def test_a_child_of_a_rank_outlives_stop_signals_and_ends_with_terminate(how: st
         "TOOLKIT_SIGNALS_ALL": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    # Into files: what a shell has started outlives it, and would hold a pipe open.
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        rank = subprocess.Popen(
-            [sys.executable, "rank.py", how], cwd=tmp_path, env=env, stdout=out, stderr=err, start_new_session=True
-        )
-    try:
-        code = rank.wait(PATIENCE * 60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)
+    code = run_rank(["rank.py", how], tmp_path, env)
     assert (tmp_path / "out").read_text() == "survived\n", (tmp_path / "err").read_text()
     assert code == 0
 
@@ -308,10 +315,8 @@ def test_where_slurm_signals_ranks_alone_a_child_ends_by_any_signal_of_its_rank(
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "alone.py").write_text(ALONE)
     env = {**os.environ, "TOOLKIT_SUPERVISED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "alone.py", how], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * 60
-    )
-    assert done.stdout == "ended\n", done.stderr
+    run_rank(["alone.py", how], tmp_path, env)
+    assert (tmp_path / "out").read_text() == "ended\n", (tmp_path / "err").read_text()
 
 
 #: Starts a child that may hear the signal, and that ignores further ones while it cleans up.
