@@ -12,8 +12,9 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.smoke import SMOKE
-from toolkit.base import torch_version
+from toolkit.base import process_limits, torch_version
 
 #: Draws the sample; the same in all workers of one run.
 SEED_VARIABLE = "TOOLKIT_SAMPLE_SEED"
@@ -67,6 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dice = random.Random(f"{family} {os.environ[SEED_VARIABLE]}")
         for item in dice.sample(members, max(len(members) - count, 0)):
             item.add_marker(pytest.mark.soak)
+
+
+@pytest.fixture
+def change_limits() -> Iterator[ChangeLimits]:
+    """Changes times of this process for a test: ``change_limits(retry_every_s=0.01)``."""
+    before = process_limits.limits()
+    yield process_limits.change
+    process_limits.put_back(before)
 
 
 #: What refuses a thing that an older torch lacks, as a test or its ranks and commands show it.

@@ -11,7 +11,7 @@ import os, threading, time
 from pathlib import Path
 import numpy as np
 from jobs.classify import Classify
-from toolkit.base import fsio
+from toolkit.base import process_limits
 
 KIND = "{kind}"
 FIRST = os.environ["TOOLKIT_ATTEMPT"] == "1"
@@ -46,7 +46,7 @@ class Hanging(Classify):
     def setup(self):
         super().setup()
         if KIND == "slow":
-            fsio.PIECE_BYTES = 8192
+            process_limits.change(written_piece_bytes=8192)
             os.fdatasync = lambda fd: time.sleep({pause_s})
 
     def train_set(self):

@@ -35,12 +35,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.bench import record
 from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
+from toolkit.base.process_limits import limits
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
 from toolkit.nodes.agent.reports import Inbox, Outbox, addresses
-from toolkit.ranks.report import HEARTBEAT_S, AgentReporter, Reporter
+from toolkit.ranks.report import AgentReporter, Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.strategies import build_strategy, of_pairs
@@ -212,7 +213,7 @@ class OftenReporter(AgentReporter):
     """Reports ``OFTEN`` times in each step, and sends as many more messages."""
 
     def progress(self, **fields: Any) -> None:
-        self._every_s = HEARTBEAT_S / OFTEN
+        self._every_s = limits().report_every_s / OFTEN
         for _ in range(OFTEN):
             super().progress(**fields)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests.dist.objectives import cross_entropy
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, OPTIMIZERS, part, plain_model, token_loss
+from tests.process_limits import ChangeLimits
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.plugins.methods import compressed as layouts
@@ -195,10 +196,10 @@ class Alone:
 
 
 @pytest.mark.parametrize("codec", ["Fp16", "Bf16", "Int8"])
-def test_the_bits_do_not_depend_on_how_much_is_worked_on_at_a_time(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_do_not_depend_on_how_much_is_worked_on_at_a_time(codec: str, change_limits: ChangeLimits) -> None:
     from toolkit.plugins.methods import compression_schemes as compression
 
-    monkeypatch.setattr(compression, "AT_ONCE", 7)  # 2 blocks of each rank: the last piece is shorter
+    change_limits(compressed_at_once=7)  # 2 blocks of each rank: the last piece is shorter
     found = []
     for kind in ("cpu", "cuda"):
         values = torch.randn(3 * 5 * 256, generator=torch.Generator().manual_seed(0))

@@ -17,17 +17,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_450,
-    "files of toolkit/": 388,
-    "classes of toolkit/": 683,  # 30 more: each message between supervisor and agents has a class
-    "functions of toolkit/": 4917,
-    "lines of the core": 47_309,  # 39 more: each message between supervisor and agents has a class
-    "files of the core": 263,
-    "lines of plugins": 24_141,
+    "lines of toolkit/": 71_530,  # 80 more: all times and sizes stand in one file, with their meaning
+    "files of toolkit/": 389,  # the file of all times
+    "classes of toolkit/": 684,
+    "functions of toolkit/": 4921,
+    "lines of the core": 47_416,  # 107 more: as above
+    "files of the core": 264,
+    "lines of plugins": 24_114,
     "files of plugins": 125,
     "hooks": 0,
-    "lines of tests/": 83_572,
-    "tests' setattr of a constant": 133,
+    "lines of tests/": 83_652,  # 80 more: a test asks for the fixture that changes limits
+    "tests' setattr of a constant": 19,
     "words of docs": 74_800,
 }
 #: How one part would be asked for by a name, past every reader and type checker.

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from unittest.mock import patch
 
 from tests.scale import Curve
+from toolkit.base import process_limits
 from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
@@ -50,9 +50,10 @@ def check(nodes: int) -> Mapping[str, float]:
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Agents(events)
     hosts = [f"node{number}" for number in range(nodes)]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, patch.object(preflight, "FOLDER_LIMIT_S", 60.0):
+    process_limits.change(check_nodes_s=600.0, check_folder_s=60.0)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         job = Allocation(tuple(hosts), (8,) * nodes, 12)
-        report = preflight.report_on_nodes(Path(folder), job, agents, events, limit_s=600.0)
+        report = preflight.report_on_nodes(Path(folder), job, agents, events)
     return {"bytes to nodes": agents.told_bytes, "bad": len(report.bad), "warnings": len(report.warnings)}
 
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.file_operations import file_operations
+from tests.process_limits import ChangeLimits
 from tests.unit.disks import SmallDisk, no_file_longer_than
 from toolkit.base import fsio, reading
 from toolkit.base.fsio import PatientFile
@@ -243,9 +244,11 @@ def test_the_file_is_at_every_moment_a_beginning_of_what_a_bytearray_would_hold(
         assert path.read_bytes() == model
 
 
-def test_a_long_file_is_brought_to_the_disk_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_brought_to_the_disk_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """Each piece is a sign of life. None is given before the kernel has the piece on the disk."""
-    monkeypatch.setattr(fsio, "PIECE_BYTES", 100)
+    change_limits(written_piece_bytes=100)
     said: list[str] = []
     sync = os.fdatasync
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import reading
+from toolkit.base.process_limits import limits
 
 _log = logging.getLogger("toolkit.base.fsio")
 
@@ -334,11 +335,6 @@ def make_private_and_sync(path: Path) -> None:
                 os.fsync(file.fileno())
 
 
-#: A long file is flushed to disk in pieces of this size. One flush at its end would show no progress for as long as the
-#: kernel has memory to hold it.
-PIECE_BYTES = 256 * 1024**2
-
-
 def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Callable[[], None] = lambda: None) -> None:
     """Write the new file ``path`` from ``chunks`` and flush it to disk. Raises FileExistsError if it exists.
 
@@ -349,7 +345,7 @@ def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Call
         on_disk = 0
         for piece in _pieces(chunks):
             file.write(piece)
-            if file.tell() - on_disk >= PIECE_BYTES:
+            if file.tell() - on_disk >= limits().written_piece_bytes:
                 file.flush()
                 os.fdatasync(file.fileno())
                 on_disk = file.tell()
@@ -362,8 +358,8 @@ def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Call
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     for chunk in chunks:
         whole = memoryview(chunk)
-        for start in range(0, len(whole), PIECE_BYTES):
-            yield whole[start : start + PIECE_BYTES]
+        for start in range(0, len(whole), limits().written_piece_bytes):
+            yield whole[start : start + limits().written_piece_bytes]
 
 
 def remove_tree(path: Path) -> None:

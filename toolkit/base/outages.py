@@ -10,10 +10,8 @@ from typing import TypeVar
 
 from toolkit.base import logs
 from toolkit.base.errors import SlurmError, SlurmRefusedError
+from toolkit.base.process_limits import limits
 
-#: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
-GIVE_UP_AFTER_S = 300.0
-RETRY_EVERY_S = 2.0
 #: Errors of a disk, or a user's quota, that is full: they pass.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -21,12 +19,12 @@ log = logs.get(__name__)
 T = TypeVar("T")
 
 
-def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T | None:
-    """Return ``call()``, retried for ``wait_s`` while Slurm does not answer.
+def ask(call: Callable[[], T], what: str, wait_s: float | None = None) -> T | None:
+    """Return ``call()``, retried for ``wait_s``, or ``give_up_after_s``, while Slurm does not answer.
 
     Return None when Slurm refuses or ``wait_s`` is over. ``what`` says what is not known or not done then, for the log.
     """
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + (limits().give_up_after_s if wait_s is None else wait_s)
     while True:
         try:
             return call()
@@ -35,7 +33,7 @@ def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T 
             # A refusal will not pass; only silence is waited out.
             if isinstance(error, SlurmRefusedError) or time.monotonic() >= deadline:
                 return None
-        time.sleep(RETRY_EVERY_S)
+        time.sleep(limits().retry_every_s)
 
 
 def persist(write: Callable[[], T], path: Path, doing: str = "written") -> T:
@@ -43,7 +41,7 @@ def persist(write: Callable[[], T], path: Path, doing: str = "written") -> T:
 
     ``doing`` is what cannot be done, for the log.
     """
-    deadline = time.monotonic() + GIVE_UP_AFTER_S
+    deadline = time.monotonic() + limits().give_up_after_s
     while True:
         try:
             return write()
@@ -51,4 +49,4 @@ def persist(write: Callable[[], T], path: Path, doing: str = "written") -> T:
             log.error("%s: cannot be %s: %s", path, doing, error)
             if time.monotonic() >= deadline:
                 raise
-        time.sleep(RETRY_EVERY_S)
+        time.sleep(limits().retry_every_s)

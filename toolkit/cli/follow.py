@@ -23,6 +23,7 @@ from rich.text import Text
 
 from toolkit.base import reading, terminal, tracebacks
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError, RequestError
+from toolkit.base.process_limits import limits
 from toolkit.base.this_node import claim_all
 from toolkit.base.tracebacks import as_drawn
 from toolkit.files.run_files import RunResult, RunState
@@ -192,8 +193,6 @@ def _short(path: Path) -> str:
         return str(path)
 
 
-#: A log is read in such pieces, so that one of many GiB needs no memory.
-READ_BYTES = 1 << 20
 #: A progress bar is written so often where it cannot be drawn in place.
 BAR_S = 10.0
 #: A line below, after which the cursor goes back up: a bar below another one.
@@ -237,7 +236,7 @@ class GrowingLog:
             # Search backwards, in pieces. The last byte only ends the last line.
             limit = at - 1
             while lines and limit > 0:
-                begin = max(0, limit - READ_BYTES)
+                begin = max(0, limit - limits().log_read_bytes)
                 file.seek(begin)
                 piece = file.read(limit - begin)
                 cut = len(piece)
@@ -263,7 +262,7 @@ class GrowingLog:
             text = above
         lines, newline, rest = text.rpartition("\n")
         # Of a bar that is drawn for hours only what is seen of it is kept.
-        self._rest = rest if len(rest) < READ_BYTES else as_drawn(rest)
+        self._rest = rest if len(rest) < limits().log_read_bytes else as_drawn(rest)
         return ended + "".join(f"{as_drawn(line)}\n" for line in lines.split("\n") if newline)
 
     @property
@@ -279,7 +278,7 @@ class GrowingLog:
         try:
             with reading.open_file(self.path) as file:
                 file.seek(self._at)
-                data = file.read(READ_BYTES)
+                data = file.read(limits().log_read_bytes)
         except FileNotFoundError:
             return b""
         self._at += len(data)

@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 
 from toolkit.base import fsio, reading
 from toolkit.base.errors import DamagedFileError
+from toolkit.base.process_limits import limits
 from toolkit.cli import notes
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, JobUsage, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.run.records import stop_request, submitted_run
-
-#: Processes are started to read this many runs. Of so many only the files that matter are read of an ended one.
-_MANY = 1000
 
 T = TypeVar("T")
 
@@ -72,7 +70,7 @@ class RunRow:
 
 def read_rows(runs: Sequence[RunDir]) -> list[RunRow]:
     """Return the row of each run. A file that cannot be read is named in the run's row, and hides no other run."""
-    return _map(partial(_row_of, is_whole=len(runs) < _MANY), runs)
+    return _map(partial(_row_of, is_whole=len(runs) < limits().runs_read_whole), runs)
 
 
 def read_configs(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
@@ -81,7 +79,7 @@ def read_configs(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
 
 
 def _map(read: Callable[[RunDir], T], runs: Sequence[RunDir]) -> list[T]:
-    if len(runs) < _MANY:
+    if len(runs) < limits().runs_read_whole:
         return list(map(read, runs))
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import DamagedFileError, ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.base.procfs import Life
 from toolkit.cli import columns, notes
 from toolkit.cli.run_rows import OVER, RunRow, read_rows
@@ -26,10 +27,6 @@ from toolkit.slurm import cluster_name
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
     from toolkit.slurm.jobs import JobStatus
     from toolkit.slurm.shared_queue import SharedQueue
-
-#: A supervisor rewrites its status twice a second. After QUIET_S without a new one Slurm is asked whether the job is
-#: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.
-QUIET_S, SILENT_S = 5.0, 30.0
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[RunRow]:
@@ -47,14 +44,14 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
     """
     for row in rows:
         goes_on = isinstance(row.state, RunState) and not row.state.is_over
-        row.silent = goes_on and _quiet_s(row.updated) > SILENT_S
+        row.silent = goes_on and _quiet_s(row.updated) > limits().supervisor_silent_s
     asked = []
     for row in rows:
         state = row.state
         # Skip ended runs, and those whose files do not say how they stand.
         if row.executor != "slurm" or not isinstance(state, RunState) or state.is_over:
             continue
-        if state.is_waiting or _quiet_s(row.updated) > QUIET_S:
+        if state.is_waiting or _quiet_s(row.updated) > limits().supervisor_quiet_s:
             asked.append(row)
     # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs, here = _jobs_here(asked)

@@ -31,6 +31,7 @@ from typing import Protocol
 import numpy as np
 
 from toolkit.base.errors import ConfigError
+from toolkit.base.process_limits import limits
 from toolkit.data.permutation import BLOCK, Indices, ShuffledOrder, hash64, mix_array
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Json
@@ -196,7 +197,6 @@ def refuse_other_share(state: Json, share: Share) -> None:
 
 #: Keeps these hashes apart from those that other parts of the package make.
 _PART = 0x50415254
-_CHUNK = 1 << 20
 
 
 def part_of(indices: Indices, count: int) -> Indices:
@@ -220,8 +220,8 @@ def samples_of(size: int, share: Share, split: str) -> range | Indices:
         case "hash":
             mine = []
             # In chunks: all indices of a large data set would take many times the memory of a part's.
-            for start in range(0, size, _CHUNK):
-                indices = np.arange(start, min(start + _CHUNK, size), dtype=np.int64)
+            for start in range(0, size, limits().permuted_at_once):
+                indices = np.arange(start, min(start + limits().permuted_at_once, size), dtype=np.int64)
                 mine.append(indices[part_of(indices, share.count) == share.index])
             found = np.concatenate(mine)
         case _:

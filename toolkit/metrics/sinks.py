@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.base import fsio, logs, reading
+from toolkit.base.process_limits import limits
 
 if TYPE_CHECKING:
     import torch
@@ -171,10 +172,6 @@ def _encode(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
-#: A smaller file is read whole at a resume, so that a bad line anywhere in it is found.
-_READ_WHOLE_BYTES = 1 << 24
-
-
 def _end_of(path: Path, step: int | None) -> int:
     """Return the byte where the lines after ``step`` begin.
 
@@ -184,7 +181,7 @@ def _end_of(path: Path, step: int | None) -> int:
     """
     if step is None or not path.exists() or not path.stat().st_size:
         return 0
-    if path.stat().st_size < _READ_WHOLE_BYTES:
+    if path.stat().st_size < limits().metrics_read_whole_bytes:
         *lines_of_file, _ = reading.read_bytes(path).split(b"\n")
         if any(_step_in(line + b"\n") is None for line in lines_of_file):
             return _written_anew(path, step)

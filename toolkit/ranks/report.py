@@ -16,14 +16,13 @@ from typing import Any
 from toolkit import hang
 from toolkit.base import logs, procfs
 from toolkit.base.errors import EXIT_FAILED
+from toolkit.base.process_limits import limits
 from toolkit.files.records import Misfit
 from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Activity
 from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Outbox, RankReport
 
-#: Seconds between two reports of rank 0.
-HEARTBEAT_S = 0.5
 #: Seconds that a busy agent may take to accept the last report, and the result of the run.
 LAST_WAIT_S, RESULT_WAIT_S = 3.0, 60.0
 
@@ -82,7 +81,7 @@ class AgentReporter(_Latest):
 
     def __init__(self, outbox: Outbox, attempt: int, rank: int, activity: Activity) -> None:
         # The other ranks' progress is passed on once a second.
-        super().__init__(HEARTBEAT_S if rank == 0 else 2 * HEARTBEAT_S)
+        super().__init__(limits().report_every_s if rank == 0 else 2 * limits().report_every_s)
         self._outbox, self._sending = outbox, threading.Lock()
         self._attempt, self._rank = attempt, rank
         self._activity, self._early_work = activity, EarlyWork(activity)
@@ -129,7 +128,7 @@ class FileReporter(_Latest):
 
     def __init__(self, run: RunDir, status: RunStatus, owns_run: Callable[[], bool] = lambda: True) -> None:
         """Take the run, and what asks whether it still belongs to this process."""
-        super().__init__(HEARTBEAT_S)
+        super().__init__(limits().report_every_s)
         self._run_dir, self._owns_run = run, owns_run
         self._status = status
         self._started = time.time()

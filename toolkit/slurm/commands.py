@@ -20,6 +20,7 @@ from typing import Protocol
 
 from toolkit.base import outages, signals
 from toolkit.base.errors import MaybeQueuedError, SlurmError, SlurmRefusedError, listing, nearest, shortened
+from toolkit.base.process_limits import limits
 from toolkit.slurm.environment import plain_environment, submit_environment
 from toolkit.slurm.jobs import (
     JobGpus,
@@ -36,8 +37,6 @@ from toolkit.slurm.jobs import (
 )
 from toolkit.slurm.reachable import DEFAULT_SLURMD_PORT
 
-#: How long a job that sbatch may have submitted is looked for.
-QUEUED_WITHIN_S = 10.0
 #: The first version in which a job with ``--requeue=expedite`` that ends with exit code 0 is not held in the queue.
 EXPEDITES_SINCE = (25, 11, 3)
 #: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
@@ -299,7 +298,7 @@ class Slurm:
 
     def _queued(self, script: str, why: str) -> str:
         """Return the id of the script's job. Raises MaybeQueuedError if the queue shows none for seconds."""
-        deadline = time.monotonic() + QUEUED_WITHIN_S
+        deadline = time.monotonic() + limits().queued_within_s
         while True:
             try:
                 job_id, unknown = self.job_of_script(script), "the queue does not show it yet"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import this_node
+from toolkit.base.process_limits import limits
 
 #: A node under load accepts a connection all the same: the kernel does that.
 TIMEOUT_S = 3.0
@@ -22,7 +23,7 @@ TIMEOUT_S = 3.0
 AGAIN_S, HOSTS_AGAIN = 0.1, 32
 DEFAULT_SLURMD_PORT = 6818
 #: Threads that look names up, and the seconds that all look-ups together may take.
-LOOK_UPS, LOOK_UP_S = 32, 10.0
+LOOK_UPS = 32
 #: Descriptors left to the rest of the process.
 KEPT_FREE = 64
 #: Errors of this machine: the question never left it, so they say nothing about the other node.
@@ -72,8 +73,8 @@ def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.Add
 
     pool = ThreadPoolExecutor(LOOK_UPS)
     futures = {name: pool.submit(_addresses, name, port) for name in names}
-    # After LOOK_UP_S a look-up that hangs is left behind: its name counts as not asked.
-    wait(futures.values(), LOOK_UP_S)
+    # After limits().look_up_s a look-up that hangs is left behind: its name counts as not asked.
+    wait(futures.values(), limits().look_up_s)
     pool.shutdown(wait=False, cancel_futures=True)
     looked_up = {}
     for name, future in futures.items():

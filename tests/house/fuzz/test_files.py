@@ -23,6 +23,7 @@ import safetensors.numpy
 
 from tests.house.fuzz.damage import Damaged, damaged
 from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit.base import fsio
@@ -45,7 +46,6 @@ from toolkit.run.job.nodes import Nodes
 from toolkit.run.records import stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
-from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor
 
 #: The command, or other reader, that names each file when it cannot pass for what was written.
@@ -272,9 +272,9 @@ def test_no_command_waits_for_what_lies_in_place_of_a_file(run: RunDir, put: Cal
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(change_limits: ChangeLimits) -> Iterator[None]:
     """Shorten the patience, and restore the test runner's signal handlers at the end."""
-    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.0)
+    change_limits(error_reports_s=0.0)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():

@@ -19,12 +19,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.process_limits import ChangeLimits
 from tests.waiting import wait_for
 from toolkit.base.errors import ConfigError, DataMissingError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import stacked
-from toolkit.plugins.formats.shards import blocks, index
+from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.dataset import ShardedData
 from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.plugins.formats.shards.raw_tokens import RawTokens
@@ -114,11 +115,11 @@ def test_a_transform_is_applied_and_seeded_by_position(folder: Path) -> None:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
+def opened(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> list[tuple[str, int, bool]]:
     """Return a list of the row groups that are read: of which file, which, and whether by the main thread."""
     found: list[tuple[str, int, bool]] = []
     plain_open = ParquetFormat.open
-    monkeypatch.setattr(blocks, "KEPT_SAMPLES", 0)
+    change_limits(kept_samples=0)
 
     def spying(self: Any, path: Path, file: Any, block: int, columns: Any) -> Any:
         found.append((path.name, block, threading.current_thread() is threading.main_thread()))
@@ -149,7 +150,7 @@ def test_row_groups_of_later_batches_are_read_ahead_by_threads(
 
 
 def test_the_kernel_is_asked_for_the_wanted_columns_of_what_every_lane_reads_next(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     asked: list[tuple[int, int]] = []
     plain_advise = os.posix_fadvise
@@ -159,7 +160,7 @@ def test_the_kernel_is_asked_for_the_wanted_columns_of_what_every_lane_reads_nex
         asked.append((begin, length))
 
     monkeypatch.setattr(os, "posix_fadvise", spying)
-    monkeypatch.setattr(blocks, "AHEAD", 1)
+    change_limits(blocks_read_ahead=1)
     data = ShardedData(folder, columns=["id"], lanes=6)
     order = data.block_order(0, 12)
     following = order.following(0, 12)

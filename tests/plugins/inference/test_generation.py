@@ -19,6 +19,7 @@ from torch.nn.functional import one_hot
 from jobs.llama import Llama, LlamaSizes
 from jobs.models import mlp
 from tests.command import Command
+from tests.process_limits import ChangeLimits
 from tests.unit.checkpoint.ranks import blank
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError
@@ -79,14 +80,14 @@ def test_the_most_likely_continuation_is_that_of_transformers(run: RunDir, tmp_p
 
 
 def test_a_text_beside_others_and_from_a_pipe_has_the_same_continuation(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, command: Command
 ) -> None:
     drawn = ["--max-tokens", "6", "--top-k", "40", "--temperature", "0.7", "--seed", "3"]
     together = answer(command, "generate", run.id, *TEXTS, *drawn)["continuations"]
     lines = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO("\n".join(TEXTS).encode()))
     monkeypatch.setattr(sys, "stdin", lines)
     assert answer(command, "generate", run.id, *drawn)["continuations"] == together
-    monkeypatch.setattr(inference, "LOGITS", 1)  # each by itself
+    change_limits(logits_at_once=1)  # each by itself
     assert answer(command, "generate", run.id, *TEXTS, *drawn)["continuations"] == together
     assert answer(command, "generate", run.id, *TEXTS, *drawn[:-1], "4")["continuations"] != together
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.checkpoint.ranks import alone, load_alone, tensor_of, weights
 from tests.unit.checkpoint.test_damage import flip
 from tests.unit.checkpoint.test_library_files import save_by
@@ -22,7 +23,6 @@ from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.policy import Keep
 from toolkit.config import load_config, validate
-from toolkit.plugins.memory import second_place
 from toolkit.plugins.memory.second_place import SecondPlace
 
 
@@ -92,8 +92,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(second_place, "PATIENCE_S", 0.5)
+def impatient(change_limits: ChangeLimits) -> None:
+    change_limits(second_place_s=0.5)
 
 
 def test_of_those_that_wait_for_a_slow_disk_only_the_newest_is_copied(

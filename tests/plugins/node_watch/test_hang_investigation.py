@@ -17,9 +17,11 @@ from typing import cast
 import pytest
 
 import toolkit
+from tests.process_limits import ChangeLimits
 from tests.waiting import wait_for
 from toolkit import hang
 from toolkit.base import fsio
+from toolkit.base.process_limits import limits
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.messages import StacksAnswered, StacksOrder, encoded
@@ -238,17 +240,17 @@ def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hun
 
 
 def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started(
-    hung: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+    hung: tuple[Path, int], change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(stack_digest, "ANSWER_S", 1.0)
+    change_limits(stacks_s=1.0)
     folder, pid = hung
     os.kill(pid, signal.SIGSTOP)
     os.kill(pid, hang.ASK)
     begun = time.monotonic()
     assert collect(folder, [standing(3, silent=True)]) == {3: []}
-    assert time.monotonic() - begun < stack_digest.ANSWER_S / 2
+    assert time.monotonic() - begun < limits().stacks_s / 2
     assert collect(folder, [standing(3, silent=True), standing(4, silent=False)]) == {3: [], 4: None}
-    assert time.monotonic() - begun > stack_digest.ANSWER_S - 2 * stack_digest.LOOK_EVERY_S
+    assert time.monotonic() - begun > limits().stacks_s - 2 * limits().look_for_stacks_every_s
 
 
 # ------------------------------------------------------------------------------------- more files than can be read
@@ -324,11 +326,11 @@ WORKS = written("/x/jobs/mine.py:__getitem__", LOOP)
 
 
 def test_ranks_whose_stacks_there_was_no_time_to_read_are_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     """Before, each unread rank counted as "in a step". The first of them was blamed."""
     ranks = 1000
-    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.3)
+    change_limits(stacks_s=0.3)
     disk = SlowDisk(dict.fromkeys(range(ranks), WAITS) | {ranks - 1: WORKS}, delay_s=0.01)
     monkeypatch.setattr(stack_digest, "stack_text", disk)
     standings = [Standing(number, "in a step", 7, 300.0, False) for number in range(ranks)]
@@ -342,21 +344,24 @@ def test_ranks_whose_stacks_there_was_no_time_to_read_are_unknown(
     assert line.endswith(f"the stacks of {ranks - known} of {ranks} ranks; {known} ranks in all_reduce")
 
 
-def test_a_file_server_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
+def test_a_file_server_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    change_limits(stacks_s=0.2)
     answers = threading.Event()
     monkeypatch.setattr(stack_digest, "stack_text", lambda _: str(answers.wait(TIMEOUT_S)))
     assert collect(tmp_path, [standing(0, silent=False)]) == {}
     answers.set()
 
 
-def test_a_file_that_was_read_too_early_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_read_too_early_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """The signal takes time to reach the ranks. An empty file is an answer only when one could have been there."""
-    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
-    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 60.0)
+    change_limits(stacks_s=0.2, look_for_stacks_every_s=60.0)
     monkeypatch.setattr(stack_digest, "stack_text", lambda _: "")
     assert collect(tmp_path, [standing(0, silent=False)]) == {}
-    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.02)
+    change_limits(look_for_stacks_every_s=0.02)
     assert collect(tmp_path, [standing(0, silent=False)]) == {0: []}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run import test_supervisor as core
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, completes, ended, quick, run  # noqa: F401
 from toolkit import config as configs
@@ -31,9 +32,8 @@ from toolkit.nodes.agent.messages import (
 from toolkit.nodes.agent.reports import Standing
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded, Events, RanksFinished
-from toolkit.plugins.node_watch import investigation, stack_digest
+from toolkit.plugins.node_watch import stack_digest
 from toolkit.run.attempt.error_files import read_error_file
-from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor
 
 
@@ -67,10 +67,8 @@ def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, rep
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.5)
-    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+def impatient(change_limits: ChangeLimits) -> None:
+    change_limits(stacks_s=0.5, look_for_stacks_every_s=0.05, status_every_s=0.05)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -202,9 +200,9 @@ def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
 
 @pytest.mark.usefixtures("impatient")
 def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(investigation, "START_AFTER_SHARE", 10.0)
+    change_limits(silence_measured_after_share=10.0)
     fsio.make_dir(run.attempt_logs(1))
     ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0

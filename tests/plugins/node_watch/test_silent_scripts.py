@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit.devices.on_node import Gpus, GpusError, Load
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.node_watch import silent_scripts
@@ -263,12 +264,12 @@ def test_a_gpu_is_busy_where_its_driver_says_so(shares: Sequence[float | None] |
     assert GpuUse(lambda _: None if shares is None else gpus).is_busy() is busy
 
 
-def test_a_driver_that_fails_or_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_or_does_not_answer_says_nothing(change_limits: ChangeLimits) -> None:
     def fails(_: object) -> Gpus:
         raise GpusError("no devices were found")
 
     assert not GpuUse(fails).is_busy()
-    monkeypatch.setattr(silent_scripts, "GPU_WAIT_S", 0.01)
+    change_limits(gpu_answer_s=0.01)
     use = GpuUse(lambda _: __import__("time").sleep(60))
     assert not use.is_busy()
     assert not use.is_busy()  # and no second thread waits for it

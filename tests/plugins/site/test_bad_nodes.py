@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import Ranks, completes
 from tests.unit.run.test_supervisor_nodes import AGENTS, HOSTS, UnheardKill, network, run, slurm, supervise  # noqa: F401
 from toolkit.config import JobConfig
@@ -22,7 +23,6 @@ from toolkit.plugins.site.checks import preflight as node_checks
 from toolkit.plugins.site.checks.verdict import NodesReport
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
-from toolkit.run.supervise import attempt_loop
 from toolkit.run.supervise.supervisor import Supervisor
 
 
@@ -54,6 +54,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     run: RunDir,
     slurm: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
     preflight: Preflight,
     first: str,
     is_killed: bool,
@@ -61,7 +62,7 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     """Before, some nodes were never asked, and the run waited for them without end. They were the node of rank 0, and
     all nodes of an attempt that was being killed. The death itself may be why other ranks crash. Where the batch host
     is bad, rank 0 is on another node."""
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
+    change_limits(status_every_s=0.02)
     monkeypatch.setattr(AGENTS, "unsure_hosts", frozenset())
     allocation = Allocation(("node1", "dead", "node3", "node4"), (1, 1, 1, 1), 1, job_id="1")
     preflight.bad = {} if first == "node1" else {"node1": "its disk is full"}

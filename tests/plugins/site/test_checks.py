@@ -105,7 +105,7 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart(
     shared: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     damage(shared)
-    found = host.check_shared(shared, "word", "node1", within_s=0.05)
+    found = host.check_shared(shared, "word", "node1")
     assert found.severity == "bad"
     assert words in found.text
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit.base import fsio
 from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
-from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, host, ok, preflight
+from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, host, ok
 from toolkit.plugins.site.checks.preflight import report_on_nodes
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge
 
@@ -79,14 +80,13 @@ def examined(
     tmp_path: Path,
     plays: Mapping[str, Play],
     hosts: Sequence[str] = HOSTS,
-    limit_s: float = 30.0,
     spares: Sequence[str] = (),
     events: SimpleQueue[Any] | None = None,
 ) -> NodesReport:
     events = SimpleQueue() if events is None else events
     agents: Any = Agents(plays, events)
     job = Allocation(tuple(hosts), (2,) * len(hosts), 1)
-    return report_on_nodes(tmp_path, job, agents, events, spares=spares, limit_s=limit_s)
+    return report_on_nodes(tmp_path, job, agents, events, spares=spares)
 
 
 def sick(*findings: Finding) -> Play:
@@ -131,10 +131,8 @@ def test_nothing_is_said_of_healthy_nodes(tmp_path: Path) -> None:
         (Play(writes=False), "is not seen on"),
     ],
 )
-def test_one_sick_node_is_bad_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Play, words: str
-) -> None:
-    monkeypatch.setattr(host, "SEEN_WITHIN_S", 0.1)
+def test_one_sick_node_is_bad_and_no_other(tmp_path: Path, change_limits: ChangeLimits, play: Play, words: str) -> None:
+    change_limits(file_seen_within_s=0.1)
     report = examined(tmp_path, {"node3": play})
     assert list(report.bad) == ["node3"]
     assert words in report.bad["node3"]
@@ -203,9 +201,11 @@ def test_a_folder_that_we_cannot_write_to_ourselves_is_the_runs_trouble(tmp_path
     assert "Not a directory" in report.common[0]
 
 
-def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_hangs_hangs_no_more_than_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     released = threading.Event()
-    monkeypatch.setattr(preflight, "FOLDER_LIMIT_S", 0.1)
+    change_limits(check_folder_s=0.1)
     monkeypatch.setattr(fsio, "make_dir", lambda _, parents: released.wait(20))
     report = examined(tmp_path, {})
     released.set()
@@ -224,16 +224,19 @@ def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("silent", [HOSTS[1:2], HOSTS[1:]])
-def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(tmp_path: Path, silent: Sequence[str]) -> None:
-    report = examined(tmp_path, dict.fromkeys(silent, Play(never=True)), limit_s=0.3)
+def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(
+    tmp_path: Path, change_limits: ChangeLimits, silent: Sequence[str]
+) -> None:
+    change_limits(check_nodes_s=0.3, spares_checked_s=0.3)
+    report = examined(tmp_path, dict.fromkeys(silent, Play(never=True)))
     assert (report.bad, report.common) == ({}, ())
     assert report.is_fine
     assert list(report.warnings) == list(report.unknown) == list(silent)
     assert "nothing is known of it" in report.warnings["node2"]
 
 
-def test_a_late_spare_does_not_keep_the_others_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "SPARES_LIMIT_S", 0.1)
+def test_a_late_spare_does_not_keep_the_others_waiting(tmp_path: Path, change_limits: ChangeLimits) -> None:
+    change_limits(spares_checked_s=0.1)
     report = examined(tmp_path, {"node4": Play(never=True)}, spares=["node4"])
     assert report.took_s < 5
     assert (report.bad, list(report.warnings)) == ({}, ["node4"])
@@ -249,9 +252,10 @@ def test_a_signal_ends_the_wait_and_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     """A third answers after all others, and a hundred do not answer at all. Before, 1,580 healthy ones were bad."""
+    change_limits(check_nodes_s=0.1, spares_checked_s=0.1)
     nodes = 3_000
     hosts = [f"node{number}" for number in range(nodes)]
     reads: list[Path] = []
@@ -269,7 +273,7 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     agents: Any = Many({}, events)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         job = Allocation(tuple(hosts), (8,) * nodes, 12)
-        report = report_on_nodes(Path(folder), job, agents, events, limit_s=0.1)
+        report = report_on_nodes(Path(folder), job, agents, events)
         assert removed(Path(folder))
     assert (report.bad, report.common) == ({}, ())
     assert list(report.warnings) == hosts[:100]

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit.base import fsio
+from toolkit.base.process_limits import limits
 from toolkit.cli.main import main
 from toolkit.files.run_files import AttemptRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
@@ -30,13 +32,12 @@ FOLDER = {"visible_s": 0.002, "torn": 0.0, "lock_held": 1.0, "mtime_ahead_s": 0.
 class Trial:
     """A run whose files the test has written already, as its supervisor and ranks would."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> None:
         self.dir = RunDir(folder)
         self.dir.logs.mkdir(parents=True)
         self.dir.submitit.mkdir()
-        for name in ("MEASURE_S", "STOP_S", "RETURN_S", "ASK_SLURM_EVERY_S"):
-            monkeypatch.setattr(proof, name, 0.0)
-        monkeypatch.setattr(proof, "POLL_S", 0.001)
+        change_limits(proof_measured_s=0.0, proof_stopped_s=0.0, proof_returned_s=0.0, ask_slurm_every_s=0.0)
+        change_limits(look_at_proof_every_s=0.001)
         self.slurm = FakeSlurm()
         monkeypatch.setattr(proof, "Slurm", lambda: self.slurm)
         self.job = self.slurm.sbatch(["--time=10", "job.sh"])
@@ -80,8 +81,8 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
-    return Trial(tmp_path / "runs/doctor/1", monkeypatch)
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> Trial:
+    return Trial(tmp_path / "runs/doctor/1", monkeypatch, change_limits)
 
 
 def play_well(trial: Trial) -> None:
@@ -174,14 +175,16 @@ def test_a_command_that_ends_early_leaves_no_follow_up_job(trial: Trial, monkeyp
     assert status.state == "CANCELLED"
 
 
-def test_the_time_in_the_queue_does_not_count(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_the_queue_does_not_count(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """The run and its follow-up job wait in the queue for longer than RETURN_S."""
     follower = trial.slurm.sbatch(["--time=10", "follower.sh"])
     trial.measure(follower=follower)
     trial.attempt(1, trial.job, 0, 12, 100.0)
     trial.slurm.finish(trial.job)
     trial.slurm.requeue(trial.job)
-    monkeypatch.setattr(proof, "RETURN_S", 0.05)
+    change_limits(proof_returned_s=0.05)
     looks = 0
     show_jobs = trial.slurm.show_jobs
 
@@ -199,17 +202,17 @@ def test_the_time_in_the_queue_does_not_count(trial: Trial, monkeypatch: pytest.
     monkeypatch.setattr(trial.slurm, "show_jobs", slow_queue)
     began = time.monotonic()
     proofs = trial.proofs()
-    assert time.monotonic() - began > 2 * proof.RETURN_S
+    assert time.monotonic() - began > 2 * limits().proof_returned_s
     assert (proofs["coming back"].is_proven, proofs["follow-up job"].is_proven) == (True, True)
 
 
 @pytest.mark.parametrize(("reason", "queue_s"), [("Priority", 0.05), ("JobHeldUser", 3600.0)])
 def test_a_job_that_stays_in_the_queue_or_is_held_is_given_up(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch, reason: str, queue_s: float
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, reason: str, queue_s: float
 ) -> None:
     play_well(trial)
     (trial.dir.path / FOLLOWED).unlink()
-    monkeypatch.setattr(proof, "QUEUE_S", queue_s)
+    change_limits(proof_queued_s=queue_s)
     monkeypatch.setattr(trial.slurm, "show_jobs", lambda jobs: {job: JobStatus(job, "PENDING", reason) for job in jobs})
     assert trial.proofs()["follow-up job"].text == "job 77 was not seen"
 

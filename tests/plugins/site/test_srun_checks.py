@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from toolkit.plugins.site import doctor
+from tests.process_limits import ChangeLimits
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok
 from toolkit.plugins.site.checks.verdict import NodesReport, judge
 from toolkit.plugins.site.doctor import CheckStep, StepLine, ask_nodes, step_line
@@ -89,8 +89,8 @@ def test_a_task_that_srun_saw_end_is_not_waited_for() -> None:
     assert report.took_s < 5
 
 
-def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LIMIT_S", 0.3)
+def test_a_node_that_says_nothing_is_unknown(change_limits: ChangeLimits) -> None:
+    change_limits(check_nodes_s=0.3, spares_checked_s=0.3)
     report = asked({"node3": []}, ends=False)
     assert (report.bad, list(report.warnings)) == ({}, ["node3"])
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.file_operations import file_operations
+from tests.process_limits import ChangeLimits
 from tests.unit.nodes.test_agents import Site, check, opened
 from tests.unit.nodes.test_steps import await_true
 from toolkit.base import fsio, staged, this_node
@@ -241,9 +242,9 @@ def test_a_folder_that_others_could_replace_is_not_used(source: Path, node: Path
 
 
 def test_a_damaged_copy_that_another_job_uses_is_not_waited_for(
-    source: Path, node: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, node: Path, cache: Path, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(copying, "OTHERS_WAIT_S", 0.1)
+    change_limits(other_copiers_s=0.1)
     made = packed(source, cache)
     used = copying.copy(made, [node])
     (used.path / "a.txt").unlink()
@@ -471,9 +472,9 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
 
 #: An agent that looks at its copies before each attempt.
 CHECKING_AGENT = """import sys
+from toolkit.base import process_limits
 from toolkit.nodes.agent import node
-from toolkit.plugins.staging import node_side as copies
-copies.SEEN_FOR_S = 0.0
+process_limits.change(copy_is_whole_s=0.0)
 node.main(sys.argv[1:])
 """
 
@@ -578,7 +579,7 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
     [(json.dumps({"/data": "/tmp/copy"}), {"/data": "/tmp/copy"}), ("{}", {}), ('{"/data": "/t', {}), ("3", {})],
 )
 def test_without_a_certain_answer_no_copy_is_used(
-    text: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    text: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     monkeypatch.setattr(copies, "COPY_COMMAND", printing(json.dumps(WHOLE.to_json())))
     monkeypatch.setattr(copies, "CHECK_COMMAND", printing(text))
@@ -587,7 +588,7 @@ def test_without_a_certain_answer_no_copy_is_used(
     agent.serve()
     agent.keeper.check()
     assert not agent.selector.get_map(), "it was whole a moment ago"
-    monkeypatch.setattr(copies, "SEEN_FOR_S", 0.0)
+    change_limits(copy_is_whole_s=0.0)
     agent.keeper.check()
     assert (agent.copies, agent.is_held) == ({}, True)
     # serve() has waited for the copying process already

@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.waiting import wait_for
 from toolkit.base import this_node
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.nodes.agent.messages import NodeStaged, StageOrder, WarmOrder, ZygoteReady
@@ -160,9 +162,9 @@ def test_auto_refuses_what_does_not_pay(
 
 
 def test_auto_refuses_an_environment_that_is_too_large_for_the_gain(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: Path, tmp_path: Path, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(staging, "COPY_BYTES_A_SECOND", 1.0)
+    change_limits(copied_bytes_per_s=1.0)
     start = Start(tmp_path)
     start.import_all(9.0, 6.5)
     start.says("a node would take longer to copy that than its imports wait")
@@ -173,7 +175,7 @@ def test_always_waits_for_the_copies_and_a_signal_ends_the_wait(environment: Pat
     start, events = Start(tmp_path, "always"), SimpleQueue[Any]()
     assert start.launcher.holds_zygotes
     start.request()
-    assert 1700 < start.launcher.orders[0].wait_s <= staging.MOST_WAIT_S
+    assert 1700 < start.launcher.orders[0].wait_s <= limits().copies_s
     events.put(Signalled(signal.SIGTERM))
     start.staging.wait(HOSTS, events)
     assert events.get() == Signalled(signal.SIGTERM)
@@ -227,9 +229,9 @@ def test_where_nothing_can_be_copied_the_reason_is_told(environment: Path, tmp_p
 
 @pytest.mark.parametrize("is_data", [False, True])
 def test_copies_are_not_waited_for_without_limit(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_data: bool
+    environment: Path, tmp_path: Path, change_limits: ChangeLimits, *, is_data: bool
 ) -> None:
-    monkeypatch.setattr(staging, "MOST_WAIT_S", 1.0)
+    change_limits(copies_s=1.0)
     data = tmp_path / "file"
     data.write_text("x")
     start = Start(tmp_path, "never", (str(data),)) if is_data else Start(tmp_path, "always")

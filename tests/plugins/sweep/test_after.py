@@ -12,10 +12,11 @@ import pytest
 
 from tests.plugins.sweep.test_submission import project  # noqa: F401  # a fixture
 from tests.plugins.sweep.test_submission import submit as submit_sweep
+from tests.process_limits import ChangeLimits
 from tests.unit.owners import STRANGER, give
 from tests.unit.run.test_supervisor import Ranks, completes, quick  # noqa: F401  # a fixture
 from toolkit import config as configs
-from toolkit.base import fsio, outages
+from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, RequestError, RunNotFoundError, SlurmError
 from toolkit.cli import main as cli
 from toolkit.cli import show
@@ -24,7 +25,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import AfterRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.sweep import awaited, request, submission, waiting
+from toolkit.plugins.sweep import awaited, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
@@ -36,11 +37,8 @@ from toolkit.slurm import commands
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.05)
-    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(waiting, "FILES_LAG_S", 0.05)
+def patience(change_limits: ChangeLimits) -> None:
+    change_limits(retry_every_s=0.01, give_up_after_s=0.05, look_at_awaited_every_s=0.01, files_lag_s=0.05)
 
 
 def new_run(name: str) -> RunDir:
@@ -190,12 +188,12 @@ def test_a_predecessor_that_is_lost_is_told_when_its_result_had_time_to_arrive()
     assert f"run first/{first.id} is lost" in run.result().why
 
 
-def test_a_result_that_arrives_late_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_arrives_late_counts(change_limits: ChangeLimits) -> None:
     slurm = FakeSlurm()
     first = submitted("first", slurm)
     run = waiting_for(slurm, first)
     slurm.cancel(*ownership.jobs_of(first))
-    monkeypatch.setattr(waiting, "FILES_LAG_S", 60.0)
+    change_limits(files_lag_s=60.0)
     late = threading.Timer(0.1, write_ended, (first, RunState.COMPLETED, "completed"))
     late.start()
     assert start_job(run, slurm, Ranks(completes)) == 0

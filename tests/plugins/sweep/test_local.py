@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.sweep.test_submission import project
-from toolkit.base import outages
+from tests.process_limits import ChangeLimits
 from toolkit.cli import show
 from toolkit.cli.main import main
 from toolkit.files.run_files import AfterRecord, RunResult, RunState
@@ -27,10 +27,10 @@ __all__ = ["project"]  # the fixture: each test is in a project of its own
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> SweepDir:
+def sweep(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> SweepDir:
     """Return a sweep of two points that this process is to run."""
     monkeypatch.setattr(local, "start", lambda path: str(os.getpid()))
-    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.01)
+    change_limits(look_at_points_every_s=0.01)
     submission.submit(request.read("mine.yaml", ["train.seed=0,1"], Options()), Path.cwd(), "local")
     return sweep_folder.of_name("mine")
 
@@ -63,7 +63,7 @@ def work(sweep: SweepDir) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
 def test_a_disk_that_fails_for_a_moment_ends_no_sweep_and_no_point(
-    sweep: SweepDir, started: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+    sweep: SweepDir, started: list[str], monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, number: int
 ) -> None:
     usual, calls = executors.send, list[str]()
 
@@ -74,7 +74,7 @@ def test_a_disk_that_fails_for_a_moment_ends_no_sweep_and_no_point(
         return usual(run, *others)
 
     monkeypatch.setattr(executors, "send", send)
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+    change_limits(retry_every_s=0.01)
     work(sweep)
     assert [each.state for each in look(sweep)] == ["completed"] * 2
     assert (len(calls), started) == (4, [run.id for run in runs_of(sweep)])

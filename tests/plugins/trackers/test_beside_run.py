@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.waiting import wait_for
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, check_places
@@ -26,7 +27,7 @@ def run() -> RunDir:
 
 
 @pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> Path:
     """Stand in for Python: note the words of each start, and end with the code in a file, or wait for one."""
     program, codes = tmp_path / "python", tmp_path / "codes"
     program.write_text(
@@ -39,7 +40,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(beside_run, "PAUSE_S", 0.01)
+    change_limits(upload_pause_s=0.01)
     return tmp_path
 
 
@@ -112,7 +113,7 @@ def test_one_that_fails_is_started_again_and_one_that_is_refused_is_not(
 
 @pytest.mark.parametrize("code", ["", "1"], ids=["it sends", "it is away, and nothing runs between two tries"])
 def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
-    code: str, run: RunDir, python: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    code: str, run: RunDir, python: Path, change_limits: ChangeLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.write_result(RunResult.from_json({"state": "completed"}))
     senders = Senders(run, JobConfig(trackers=["mlflow"]))
@@ -121,8 +122,7 @@ def test_at_the_end_of_a_run_the_last_points_are_waited_for_but_not_for_long(
     senders.close()
     assert not caplog.records
     answer(python, code)
-    monkeypatch.setattr(beside_run, "LIMIT_S", 0.2)
-    monkeypatch.setattr(beside_run, "LAST_PAUSE_S", 60.0)
+    change_limits(last_points_s=0.2, last_upload_pause_s=60.0)
     senders = Senders(run, JobConfig(trackers=["mlflow:our lab"]))
     if code:
         wait_for(lambda: caplog.records, 10, "its first end")

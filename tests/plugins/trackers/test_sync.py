@@ -16,6 +16,7 @@ import pytest
 
 from tests.command import Command
 from tests.plugins.trackers.contract import FakeTracker, Story, check_contract, same
+from tests.process_limits import ChangeLimits
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, RequestError, TrackerError
 from toolkit.cli import main as cli
@@ -36,11 +37,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> Server:
     """Return the server behind the command's tracker."""
     copies: Server = {}
     monkeypatch.setattr(commands, "build_tracker", lambda name, run: FakeTracker(copies))
-    monkeypatch.setattr(commands, "EVERY_S", 0.01)
+    change_limits(upload_every_s=0.01)
     return copies
 
 

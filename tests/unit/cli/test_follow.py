@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.process_limits import ChangeLimits
 from tests.unit.attempts import attempt
 from toolkit import config as configs
 from toolkit.base import fsio
@@ -237,7 +238,7 @@ epoch 1 again
 @pytest.mark.parametrize(("job", "shown"), [("jobs.digits:Digits", PRINTED), (configs.FOREIGN_JOB, LOG)])
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_what_the_first_rank_prints_is_shown_without_the_lines_that_are_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, shown: str, piece: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, job: str, shown: str, piece: int
 ) -> None:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
     run = rundir.create("own-loop")
@@ -246,6 +247,6 @@ def test_what_the_first_rank_prints_is_shown_without_the_lines_that_are_logged(
     output = progress_of_run._Output(run)
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 0).write_text(LOG)
-    monkeypatch.setattr(follow, "READ_BYTES", piece)
+    change_limits(log_read_bytes=piece)
     output.show(lines.append, is_last=True)
     assert "".join(f"{line}\n" for line in lines) == shown

@@ -12,6 +12,7 @@ import pytest
 
 from tests.bench.listing import make_runs
 from tests.command import Command
+from tests.process_limits import ChangeLimits
 from toolkit.base import reading
 from toolkit.base.errors import RequestError
 from toolkit.cli import run_rows, show
@@ -88,10 +89,10 @@ def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
 
 
 def test_rows_that_processes_read_are_those_of_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    root: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, command: Command
 ) -> None:
     rows = listed(command, "--all")
-    monkeypatch.setattr(run_rows, "_MANY", 10)
+    change_limits(runs_read_whole=10)
     assert listed(command, "--all") == rows
     assert len(rows) == 61
     # A process that the system kills costs time, and no rows.
@@ -234,8 +235,8 @@ RECOVERED = {"host": "node01", "ranks": [2], "ratio": 3.0, "since": NOW - 900.0,
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(show, "SILENT_S", 3600.0)  # NOW was when the tests began
+def run(change_limits: ChangeLimits) -> RunDir:
+    change_limits(supervisor_silent_s=3600.0)  # NOW was when the tests began
     made = rundir.create("digits")
     made.config.write_text("")
     return made

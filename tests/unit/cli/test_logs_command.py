@@ -12,10 +12,10 @@ import time
 import pytest
 
 from tests.command import Command
+from tests.process_limits import ChangeLimits
 from toolkit import config as configs
 from toolkit.base import fsio, terminal
 from toolkit.base.errors import EXIT_DONE
-from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.cli.commands.logs import LOOK_EVERY
 from toolkit.files import rundir
@@ -77,9 +77,9 @@ def test_what_rank_0_prints_comes_first_and_the_supervisors_log_where_it_has_non
 @pytest.mark.parametrize("end", ["\n", ""])
 @pytest.mark.parametrize("piece", [7, 1 << 20])
 def test_the_last_lines_are_those_of_tail(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str, piece: int
+    run: RunDir, capsys: pytest.CaptureFixture[str], change_limits: ChangeLimits, end: str, piece: int
 ) -> None:
-    monkeypatch.setattr(follow, "READ_BYTES", piece)
+    change_limits(log_read_bytes=piece)
     fsio.make_dir(run.attempt_logs(1))
     log = run.rank_log(1, 0)
     for text in ("", "x", "\n", "\n\n", "one\n\nthree is longer than a piece\nfour"):

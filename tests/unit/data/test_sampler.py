@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.process_limits import ChangeLimits
 from tests.unit.data.samples import Noisy, Numbers
 from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
@@ -326,9 +327,9 @@ def test_a_samples_part_is_its_keyed_splitmix_hash() -> None:
     assert part_of(np.arange(50), 7).tolist() == [mix((index + key) % 2**64) % 7 for index in range(50)]
 
 
-def test_a_data_set_of_several_chunks_is_cut_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_several_chunks_is_cut_as_one(change_limits: ChangeLimits) -> None:
     whole = samples_of(5000, Share(2, 3), "hash")
-    monkeypatch.setattr("toolkit.data.sampler._CHUNK", 700)
+    change_limits(permuted_at_once=700)
     assert np.array_equal(samples_of(5000, Share(2, 3), "hash"), whole)
 
 

@@ -18,8 +18,8 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.process_limits import ChangeLimits
 from tests.unit.disks import SmallDisk
-from toolkit.metrics import sinks
 from toolkit.metrics.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, build_sinks
 
 NOW = 1_700_000_000.0
@@ -148,12 +148,14 @@ def test_jsonl_has_one_line_per_step_after_a_resume(tmp_path: Path) -> None:
     assert NOW < lines(path)[0]["wall_time"] < NOW + 60
 
 
-def test_a_resume_reads_the_end_of_a_long_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_reads_the_end_of_a_long_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """To read a million lines and write them again took 50 s and 4.5 GB."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 10_001)) + '{"step": 10001, "tr')
     parsed = list[bytes]()
-    monkeypatch.setattr(sinks, "_READ_WHOLE_BYTES", 0)
+    change_limits(metrics_read_whole_bytes=0)
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
     before = path.stat().st_ino
     sink = JsonlSink(path, 9_990, Clock())
@@ -165,10 +167,8 @@ def test_a_resume_reads_the_end_of_a_long_file_only(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_line_whose_break_alone_is_missing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
-) -> None:
-    monkeypatch.setattr(sinks, "_READ_WHOLE_BYTES", 1000 if whole else 0)
+def test_a_line_whose_break_alone_is_missing_is_kept(tmp_path: Path, change_limits: ChangeLimits, whole: bool) -> None:
+    change_limits(metrics_read_whole_bytes=1000 if whole else 0)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     JsonlSink(path, 2, Clock()).close()

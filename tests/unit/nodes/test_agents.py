@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
 from tests.waiting import processes_with, wait_for
@@ -38,7 +39,7 @@ from toolkit.nodes.agent.messages import (
 )
 from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, Standing, addresses
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import agent_launcher, agent_starters, agents, children
+from toolkit.nodes.start import agent_starters, agents, children
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent
 from toolkit.nodes.start.agents import Agents, AgentUser, Endpoint, NodeAnswered, NodeSilent
@@ -314,10 +315,8 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     site.close()
 
 
-def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agents, "UNHEARD_S", 2.5)
+def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(tmp_path: Path, change_limits: ChangeLimits) -> None:
+    change_limits(agent_unheard_s=2.5)
     site, note = Site(tmp_path), tmp_path / "pid"
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)
@@ -334,14 +333,12 @@ def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(
     site.close()
 
 
-def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(tmp_path: Path, change_limits: ChangeLimits) -> None:
     """As where Slurm suspends the whole job: all clocks have gone on meanwhile."""
     site = Site(tmp_path)
     site.start(f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
     await_true(lambda: site.agents.hosts)
-    monkeypatch.setattr(agents, "UNHEARD_S", 3.0)
+    change_limits(agent_unheard_s=3.0)
     with site.agents.lock:
         time.sleep(5)  # the thread that serves the agents stands still for longer than an agent may be silent
     (tmp_path / "go").touch()
@@ -446,11 +443,10 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_strangers_get_nothing_and_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, change_limits: ChangeLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They send nothing, garbage, or half a frame or one too long. They are more than the limit allows."""
-    monkeypatch.setattr(agents, "STRANGER_S", 0.5)
-    monkeypatch.setattr(agents, "MAX_STRANGERS", 8)
+    change_limits(stranger_s=0.5, most_strangers=8)
     site = Site(tmp_path)
     step = site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
@@ -843,8 +839,8 @@ def test_ranks_of_a_dead_supervisor_have_ended_before_the_agent_serves_the_next_
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_an_agent_that_does_not_return_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_launcher, "RETURN_WITHIN_S", 0.1)
+def test_an_agent_that_does_not_return_is_replaced(tmp_path: Path, change_limits: ChangeLimits) -> None:
+    change_limits(agents_return_s=0.1)
     site, note = Site(tmp_path), tmp_path / "pid"
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.waiting import wait_for
-from toolkit.nodes.agent import processes
 from toolkit.nodes.agent import processes as agent_processes
 from toolkit.nodes.agent.messages import Message, OrderedProcess, ProcessEnded, ProcessNotStarted, StartOrder
 from toolkit.nodes.agent.processes import Processes, ZygoteClient
@@ -104,9 +104,9 @@ class Node:
 
 
 def test_a_zygote_that_forks_nothing_is_replaced_and_costs_no_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(processes, "FORK_S", 0.1)
+    change_limits(fork_s=0.1)
     node = Node(tmp_path, monkeypatch, is_ready=True)
     node.processes.warm()
     node.serve()
@@ -122,9 +122,9 @@ def test_a_zygote_that_forks_nothing_is_replaced_and_costs_no_attempt(
 
 
 def test_a_zygote_that_is_stopped_while_it_imports_holds_up_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(processes, "STOPPED_S", 0.0)
+    change_limits(zygote_answers_s=0.0)
     node = Node(tmp_path, monkeypatch, is_ready=False)
     node.start(1)
     node.processes.look_at_the_clock()

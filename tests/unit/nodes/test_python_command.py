@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.nodes.start import python_command
+from tests.process_limits import ChangeLimits
 from toolkit.nodes.start.python_command import gains_by_fork, parse
 
 BIN = Path(sys.executable).parent
@@ -100,7 +100,9 @@ def test_modules_are_found_from_the_current_folder(tmp_path: Path, monkeypatch: 
     assert not gains_by_fork([sys.executable, "-m", "pack.none"])
 
 
-def test_installed_packages_are_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_are_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """Not even where a user has put them on the path. torch itself names every variable that it reads."""
     (tmp_path / "train.py").write_text(TRAINS)
     monkeypatch.syspath_prepend(str(Path(os.__file__).parent))
@@ -108,7 +110,7 @@ def test_installed_packages_are_not_looked_into(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "target" / "torch" / "__init__.py").write_text("x = 'OMP_NUM_THREADS'")
     monkeypatch.syspath_prepend(str(tmp_path / "target"))
     assert gains_by_fork([sys.executable, str(tmp_path / "train.py")])
-    monkeypatch.setattr(python_command, "MOST_SOURCE_BYTES", 30)
+    change_limits(imported_source_bytes=30)
     (tmp_path / "train.py").write_text(TRAINS + "import other")
     (tmp_path / "other.py").write_text("# long enough")
     assert not gains_by_fork([sys.executable, str(tmp_path / "train.py")])

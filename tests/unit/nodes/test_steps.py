@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.base import outages
+from tests.process_limits import ChangeLimits
 from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_starters import SrunAgents
@@ -112,7 +112,9 @@ def test_a_step_of_a_job_that_is_over_is_refused_and_no_node_is_at_fault() -> No
 REFUSED = "srun: error: Unable to create step for job 3: Memory required by task is not available"
 
 
-def srun_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> Path:
+def srun_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, times: int
+) -> Path:
     """Put an srun on the path whose step is refused ``times`` times, and then runs.
 
     Returns the file in which it counts its starts.
@@ -127,7 +129,7 @@ exit 1
     (tmp_path / "srun").write_text(script)
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.05)
+    change_limits(retry_every_s=0.05)
     return starts
 
 
@@ -141,26 +143,30 @@ def started(tmp_path: Path) -> tuple[Srun, SimpleQueue[Any]]:
 
 
 def test_a_step_refused_until_the_end_of_an_earlier_one_is_known_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     """The controller was away while the checks of the nodes ended. It still counts their memory."""
-    starts = srun_that_is_refused(tmp_path, monkeypatch, times=3)
+    starts = srun_that_is_refused(tmp_path, monkeypatch, change_limits, times=3)
     _, said = started(tmp_path)
     assert said.get(timeout=TIMEOUT_S) == 0
     assert starts.read_text().count("x") == 4
 
 
-def test_a_step_that_is_refused_for_good_has_failed_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.3)
+def test_a_step_that_is_refused_for_good_has_failed_to_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    srun_that_is_refused(tmp_path, monkeypatch, change_limits, times=10**6)
+    change_limits(give_up_after_s=0.3)
     _, said = started(tmp_path)
     assert said.get(timeout=TIMEOUT_S) == LaunchFailed((), None, REFUSED.removeprefix("srun: error: "))
     assert said.get(timeout=TIMEOUT_S) == 1
 
 
-def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 3600.0)
+def test_a_step_that_is_refused_is_not_started_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    starts = srun_that_is_refused(tmp_path, monkeypatch, change_limits, times=10**6)
+    change_limits(retry_every_s=3600.0)
     srun, said = started(tmp_path)
     await_true(lambda: srun._process.poll() is not None)
     srun.given_up.set()

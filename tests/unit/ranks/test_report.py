@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from tests.process_limits import ChangeLimits
 from tests.waiting import PATIENCE, wait_for
 from toolkit import hang
 from toolkit import hang as activity_words
 from toolkit.base.errors import EXIT_FAILED
+from toolkit.base.process_limits import limits
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
@@ -59,18 +61,18 @@ class Agent(Outbox):
 
 
 @pytest.fixture(autouse=True)
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def exits(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> list[int]:
     """Return the codes with which a reporter ends this process. The process lives on."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(report, "HEARTBEAT_S", 0.01)
+    change_limits(report_every_s=0.01)
     return codes
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def silent(change_limits: ChangeLimits) -> None:
     """Let a reporter report at its end only."""
-    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    change_limits(report_every_s=600.0)
 
 
 def reporter_to(agent: Outbox, rank: int, activity: Activity | None = None) -> AgentReporter:
@@ -204,7 +206,7 @@ def test_a_rank_that_hangs_in_a_collective_is_ended_when_its_supervisor_is_gone(
 
 def test_ranks_whose_progress_is_told_once_a_second_report_once_a_second() -> None:
     reporters = [reporter_to(Agent(), rank) for rank in (0, 1)]
-    assert [reporter._every_s / report.HEARTBEAT_S for reporter in reporters] == [1, 2]
+    assert [reporter._every_s / limits().report_every_s for reporter in reporters] == [1, 2]
     for reporter in reporters:
         reporter.close()
 

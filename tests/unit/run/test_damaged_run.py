@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import Ranks, completes, quick
 from toolkit import config as configs
-from toolkit.base import fsio, outages
+from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, DamagedFileError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
@@ -98,15 +99,17 @@ def test_an_intent_that_cannot_be_read_is_named_where_it_is_asked_for(
     assert "taken for a stop" in caplog.text
 
 
-def test_a_run_whose_folder_is_hidden_for_a_moment_is_supervised(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_folder_is_hidden_for_a_moment_is_supervised(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """A file server is away when its job starts: the config, the owner and all else seem to be missing."""
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 30)
+    change_limits(give_up_after_s=30)
     hidden = run.path.with_name("hidden")
     run.path.rename(hidden)
     monkeypatch.setattr(time, "sleep", lambda _: hidden.rename(run.path))
     assert entry.build(run, "local", None).run is not None
     run.path.rename(hidden)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0)
+    change_limits(give_up_after_s=0)
     with pytest.raises(FileNotFoundError):
         entry.build(run, "local", None)

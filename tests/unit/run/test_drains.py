@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
+from toolkit.base.process_limits import limits
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.supervise.node_care import ASK_DRAINED_EVERY_S, for_drained_nodes
+from toolkit.run.supervise.node_care import for_drained_nodes
 
 HOSTS = [f"node{number}" for number in range(1, 5)]
 
@@ -36,25 +37,25 @@ def test_slurm_is_asked_once_a_minute_for_all_nodes_however_often_somebody_looks
         asking.now += 0.5
         asking.look()
     assert asking.slurm.asked_for_nodes == ["node[1-4]"] * 5
-    assert ASK_DRAINED_EVERY_S >= 60
+    assert limits().ask_drained_every_s >= 60
 
 
 def test_drained_nodes_are_known_with_their_reasons_until_they_are_well_again(asking: Asking) -> None:
     asking.slurm.drains = {"node2": "new fan by root", "node9": "not ours"}
-    asking.now += ASK_DRAINED_EVERY_S
+    asking.now += limits().ask_drained_every_s
     asking.look()
     assert asking.watch.found == {"node2": "new fan by root"}
     asking.slurm.drains = {}
-    asking.now += ASK_DRAINED_EVERY_S
+    asking.now += limits().ask_drained_every_s
     asking.look()
     assert asking.watch.found == {}
 
 
 def test_a_controller_that_is_away_changes_nothing(asking: Asking) -> None:
     asking.slurm.drains = {"node2": "new fan by root"}
-    asking.now += ASK_DRAINED_EVERY_S
+    asking.now += limits().ask_drained_every_s
     asking.look()
-    asking.slurm.is_up, asking.now = False, asking.now + ASK_DRAINED_EVERY_S
+    asking.slurm.is_up, asking.now = False, asking.now + limits().ask_drained_every_s
     asking.look()
     assert len(asking.slurm.asked_for_nodes) == 2
     assert asking.watch.found == {"node2": "new fan by root"}
@@ -71,7 +72,7 @@ def test_a_controller_that_is_slow_is_not_asked_again_meanwhile() -> None:
     now = 0.0
     watch = for_drained_nodes(ask, lambda: now)
     for _ in range(3):
-        now += ASK_DRAINED_EVERY_S
+        now += limits().ask_drained_every_s
         watch.look(HOSTS)
     # the first question has had no answer so far
     answer.set()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.base import fsio, outages
+from tests.process_limits import ChangeLimits
+from toolkit.base import fsio
 from toolkit.config import JobConfig, dump_config, load_config
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
@@ -318,8 +319,8 @@ def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDi
     assert takes_over(run, [fate])
 
 
-def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+def test_a_controller_that_is_away_is_waited_for(change_limits: ChangeLimits) -> None:
+    change_limits(retry_every_s=0.01)
     slurm = FakeSlurm(preempt_mode="CANCEL")
     running(slurm)
     preempted(slurm)

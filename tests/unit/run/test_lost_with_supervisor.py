@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import quick  # noqa: F401
 from tests.unit.run.test_supervisor_nodes import ALLOCATION, leave, run, slurm  # noqa: F401
 from toolkit.base.errors import EXIT_STOPPED
@@ -27,7 +28,6 @@ from toolkit.nodes.agent.messages import (
     StoreOutput,
 )
 from toolkit.nodes.agent.reports import RankReport
-from toolkit.nodes.start import agent_launcher
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agents import Agents, Endpoint, OnFailure
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
@@ -108,13 +108,14 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     run: RunDir,  # noqa: F811
     slurm: FakeSlurm,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
     fewer: bool,
     used: list[str],
     dead: list[str],
     when: str,
 ) -> None:
     """They die before, while or after the other agents connect to the next supervisor."""
-    monkeypatch.setattr(agent_launcher, "RETURN_WITHIN_S", 0.2)
+    change_limits(agents_return_s=0.2)
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: {*hosts} & {*dead})
     leave(run, nodes=used)
     config = JobConfig()

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit.base.errors import JobFailedError
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunResult, RunState, RunStatus
-from toolkit.run.submission import handle
 from toolkit.run.submission.handle import Run
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.01)
+def run(tmp_path: Path, change_limits: ChangeLimits) -> Run:
+    change_limits(read_files_every_s=0.01)
     return Run(rundir.create("digits", tmp_path), "slurm", "7")
 
 
@@ -62,10 +62,11 @@ def test_an_awaited_run_returns_its_result_and_lets_others_go_on(run: Run) -> No
     assert asyncio.run(both())["step"] == 9
 
 
-def test_an_awaited_run_that_is_gone_raises(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_awaited_run_that_is_gone_raises(
+    run: Run, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     monkeypatch.setattr(Run, "is_over", lambda self, show_jobs=None: True)
-    monkeypatch.setattr(handle, "ASK_SLURM_EVERY_S", 0.0)
-    monkeypatch.setattr(handle, "FILES_LAG_S", 0.0)
+    change_limits(ask_slurm_every_s=0.0, files_lag_s=0.0)
 
     async def wait() -> None:
         await run

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import Ranks, completes, ended, quick, supervise  # noqa: F401
 from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
@@ -111,9 +112,9 @@ def test_its_failure_is_one_line_without_its_arguments(
 
 
 def test_one_that_does_not_end_is_killed_with_what_it_started(
-    run: RunDir, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, heard: pytest.LogCaptureFixture, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(notify, "LIMIT_S", 0.5)
+    change_limits(notice_s=0.5)
     told_by(run, "sh", "-c", "sleep 300 & sleep 300")
     run.write_result(RunResult.from_json({"state": "completed"}))
     notify.notify(run)

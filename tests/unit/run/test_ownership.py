@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit import config as configs
-from toolkit.base import outages
 from toolkit.base.errors import (
     EXIT_DONE,
     EXIT_REQUEST,
@@ -56,7 +56,7 @@ JOB = "def main(config): print(config)\n"
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> FakeSlurm:
     """Return the Slurm that every command asks. It also gives submitit its job ids."""
     slurm = FakeSlurm(preempt_mode="CANCEL")
     for module in (executors, handle, commands):
@@ -65,9 +65,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setattr(
         executors, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["--no-requeue", "job.sh"])
     )
-    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
-    monkeypatch.setattr(handle, "ASK_SLURM_EVERY_S", 0.0)
-    monkeypatch.setattr(handle, "FILES_LAG_S", 0.0)
+    change_limits(read_files_every_s=0.0, ask_slurm_every_s=0.0, files_lag_s=0.0)
     return slurm
 
 
@@ -126,7 +124,13 @@ def row_of(run: RunDir) -> RunRow:
 @pytest.mark.parametrize(("how", "state"), [("cancel", "cancelled"), ("stop", "stopped")])
 @pytest.mark.parametrize("then", ["back in the queue", "over"])
 def test_a_run_that_is_ended_while_slurm_requeues_its_job_has_a_result(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, how: str, state: str, then: str
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
+    how: str,
+    state: str,
+    then: str,
 ) -> None:
     """The supervisor has left for the requeue before the request was there."""
     start(run, slurm, "1")
@@ -135,7 +139,7 @@ def test_a_run_that_is_ended_while_slurm_requeues_its_job_has_a_result(
     assert row is not None
     slurm._jobs["1"] = replace(row, state="COMPLETING")
     slurm._final["1"] = "PENDING" if then == "back in the queue" else "CANCELLED"
-    monkeypatch.setattr(handle, "LOOK_AGAIN_S", 0.0)
+    change_limits(look_at_ending_every_s=0.0)
     monkeypatch.setattr(time, "sleep", lambda _: slurm.advance(1))
     assert main([how, run.id]) == EXIT_DONE
     result = run.result()
@@ -147,9 +151,15 @@ def test_a_run_that_is_ended_while_slurm_requeues_its_job_has_a_result(
 # ----------------------------------------------------------------------------------------------- sbatch that hangs
 
 
-def late(monkeypatch: pytest.MonkeyPatch, run: RunDir, slurm: FakeSlurm, ending: Callable[[], str]) -> None:
+def late(
+    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
+    run: RunDir,
+    slurm: FakeSlurm,
+    ending: Callable[[], str],
+) -> None:
     """Let the next sbatch hang until a second resume, which takes the first for dead, has submitted the run."""
-    monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
+    change_limits(submitting_s=0.0)
 
     def hang(run: RunDir, config: JobConfig, token: str) -> str:
         monkeypatch.setattr(executors, "_send_to_slurm", lambda *_: slurm.sbatch(["--no-requeue", "job.sh"]))
@@ -161,7 +171,7 @@ def late(monkeypatch: pytest.MonkeyPatch, run: RunDir, slurm: FakeSlurm, ending:
 
 @pytest.mark.parametrize("how", ["fails", "answers"])
 def test_a_resume_whose_sbatch_hangs_leaves_the_run_to_the_one_that_came_after(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, how: str
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, how: str
 ) -> None:
     attach(run).cancel()
     assert run.result().state == "cancelled"
@@ -173,7 +183,7 @@ def test_a_resume_whose_sbatch_hangs_leaves_the_run_to_the_one_that_came_after(
         sent.append(slurm.sbatch(["--no-requeue", "late.sh"]))
         return sent[0]
 
-    late(monkeypatch, run, slurm, end)
+    late(monkeypatch, change_limits, run, slurm, end)
     with pytest.raises((SlurmError, TakenError)):
         resume(run, ["train.epochs=5"])
     owner = run.owner()
@@ -189,12 +199,12 @@ def test_a_resume_whose_sbatch_hangs_leaves_the_run_to_the_one_that_came_after(
 
 
 def test_a_submission_whose_sbatch_hangs_and_fails_removes_no_run_that_was_resumed(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     def fail() -> str:
         raise SlurmError("sbatch: error: Socket timed out")
 
-    late(monkeypatch, run, slurm, fail)
+    late(monkeypatch, change_limits, run, slurm, fail)
     with pytest.raises(SlurmError):
         submit.submit("own.yaml", executor="slurm")
     (other,) = (each for each in rundir.all_runs() if each != run)
@@ -497,12 +507,12 @@ def no_space(fd: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, change_limits: ChangeLimits) -> None:
     attach(run).cancel()
     run.take_number(ownership.number_of(run) + 1)  # and nothing more
     with pytest.raises(RequestError, match="being resumed by somebody else"):
         resume(run, executor="slurm")
-    monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
+    change_limits(submitting_s=0.0)
     assert resume(run, executor="slurm").job_id == "3"
 
 
@@ -690,8 +700,10 @@ def test_an_owner_file_that_cannot_be_read_is_refused_until_it_is_gone(run: RunD
     assert json.loads((run.path / "owner.json").read_text())["jobs"] == ["1"]
 
 
-def test_a_full_disk_does_not_cost_a_job_its_turn(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+def test_a_full_disk_does_not_cost_a_job_its_turn(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    change_limits(retry_every_s=0.01)
     asked = itertools.count()
 
     def on_a_full_disk(write: Callable[..., object]) -> Callable[..., object]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit.base import outages
 from toolkit.base.errors import SlurmError, SlurmRefusedError, ToolkitError
 from toolkit.config import JobConfig
@@ -36,9 +37,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
-    monkeypatch.setattr(requeue, "ENDING_S", 0.1)
+def quick(change_limits: ChangeLimits) -> None:
+    change_limits(retry_every_s=0.01, ending_s=0.1)
 
 
 def requeued(run: RunDir, slurm: FakeSlurm) -> JobFate:
@@ -136,8 +136,8 @@ class RefusesOnce(FakeSlurm):
         return super().show_job(job_id)
 
 
-def test_a_refused_requeue_is_tried_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+def test_a_refused_requeue_is_tried_again(run: RunDir, change_limits: ChangeLimits) -> None:
+    change_limits(retry_every_s=0.01)
     slurm = RefusesOnce()
     assert requeued(run, slurm) is JobFate.REQUEUED
     assert slurm.refused == 2
@@ -209,15 +209,14 @@ def test_components_that_share_a_partition_must_have_room_beside_each_other(run:
     assert shared == [["--partition=slow", "--nodes=5", "--exclude=n1,old[2-3]"]] * 2
 
 
-def test_a_refusal_of_slurm_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_slurm_is_not_waited_out(change_limits: ChangeLimits) -> None:
     calls = []
 
     def refuse() -> None:
         calls.append(1)
         raise SlurmRefusedError("no")
 
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.0)
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.1)
+    change_limits(retry_every_s=0.0, give_up_after_s=0.1)
     assert outages.ask(refuse, "x", 0.1) is None
     assert len(calls) == 1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.scale.snapshots import counted
 from toolkit.base import fsio, reading
 from toolkit.base.errors import RequestError
@@ -94,8 +95,8 @@ def test_a_copy_that_was_interrupted_does_not_block_the_next(project: Path, tmp_
     assert not (tmp_path / "run/code/left").exists()
 
 
-def test_too_much_to_copy_names_the_largest(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_BYTES", 50)
+def test_too_much_to_copy_names_the_largest(project: Path, tmp_path: Path, change_limits: ChangeLimits) -> None:
+    change_limits(snapshot_bytes=50)
     with pytest.raises(RequestError, match=r"weights\.bin"):
         snapshot.take(project, tmp_path / "run/code")
 
@@ -122,11 +123,11 @@ def test_a_package_called_data_at_the_top_is_a_source_too(project: Path, tmp_pat
 
 
 def test_a_git_that_takes_too_long_leaves_no_source_out(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, change_limits: ChangeLimits
 ) -> None:
     """Before, the files that it tracks, or those that it does not, were missing in the copy."""
     git(project, "init", "-q")
-    monkeypatch.setattr(snapshot, "GIT_TIMEOUT_S", 0.0)
+    change_limits(git_s=0.0)
     with pytest.raises(RequestError, match="`git ls-files` takes more than"):
         snapshot.take(project, tmp_path / "run/code")
     assert not (tmp_path / "run").exists()
@@ -391,8 +392,8 @@ def test_a_file_that_cannot_be_copied_is_left_out_and_named(
     assert not (tmp_path / "run/code/jobs/a.py").exists()
 
 
-def test_sources_above_200_mib_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_BYTES", 1000)
+def test_sources_above_200_mib_are_refused(tmp_path: Path, change_limits: ChangeLimits) -> None:
+    change_limits(snapshot_bytes=1000)
     (tmp_path / "project").mkdir()
     (tmp_path / "project/data.py").write_bytes(bytes(1001))
     with pytest.raises(RequestError, match="the sources to copy are"):

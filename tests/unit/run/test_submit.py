@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from submitit.core.utils import JobPaths
 
+from tests.process_limits import ChangeLimits
 from toolkit.base.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError, SlurmError
 from toolkit.cli.main import main
 from toolkit.config import JobConfig
@@ -300,9 +301,14 @@ def test_a_job_that_sbatch_does_not_name_is_found_by_its_script(
 
 @pytest.mark.parametrize("squeue", ["exit 1", "echo garbage", r"printf '\377\376'", "true"])
 def test_a_run_that_slurm_may_have_is_kept_and_can_be_submitted_again(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], squeue: str
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
+    capsys: pytest.CaptureFixture[str],
+    squeue: str,
 ) -> None:
-    monkeypatch.setattr(commands, "QUEUED_WITHIN_S", 0.0)
+    change_limits(queued_within_s=0.0)
     put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Socket timed out >&2; exit 1", squeue=squeue, srun="")
     assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_FAILED
     (run,) = rundir.all_runs()
@@ -467,17 +473,16 @@ def test_a_job_that_submitit_cannot_note_is_taken_back(
     assert not list((tmp_path / "runs").glob("own/*"))
 
 
-def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
+def over(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, *, is_over: bool = True) -> None:
     monkeypatch.setattr(Run, "is_over", lambda *_, **__: is_over)
-    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
-    monkeypatch.setattr(handle, "ASK_SLURM_EVERY_S", 0.0)
+    change_limits(read_files_every_s=0.0, ask_slurm_every_s=0.0)
 
 
 def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     """NFS on the login node remembers a missing result for up to a minute."""
-    over(monkeypatch)
+    over(monkeypatch, change_limits)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     watching = run.watch()
     assert [next(watching)["state"] for _ in range(3)] == ["running"] * 3
@@ -485,13 +490,15 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
     assert list(watching) == []
 
 
-def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_asked_only_while_the_status_says_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """Before, a thousand people with `--follow` asked the controller 33 times a second."""
     asked, now, status = list[float](), 1000.0, {"state": "queued", "updated": 0.0}
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Run, "is_over", lambda *_: asked.append(now))
     monkeypatch.setattr(RunDir, "status", lambda _: dict(status))
-    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
+    change_limits(read_files_every_s=0.0)
     watching = Run(make_run(tmp_path, state="queued").dir, "slurm", "7").statuses()
 
     def look(for_s: int, *, speaking: bool) -> int:
@@ -508,25 +515,31 @@ def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, m
     assert look(62, speaking=False) == 2  # its supervisor is dead
 
 
-def test_a_job_that_is_over_without_a_result_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    over(monkeypatch)
-    monkeypatch.setattr(handle, "FILES_LAG_S", 0.0)
+def test_a_job_that_is_over_without_a_result_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    over(monkeypatch, change_limits)
+    change_limits(files_lag_s=0.0)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     with pytest.raises(JobFailedError, match=f"wrote no result.*toolkit resume {run.id}"):
         run.wait(5)
 
 
-def test_a_deleted_run_folder_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    over(monkeypatch)
+def test_a_deleted_run_folder_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    over(monkeypatch, change_limits)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     shutil.rmtree(run.dir.path)
     with pytest.raises(JobFailedError, match=r"its folder .* is gone"):
         run.wait(5)
 
 
-def test_a_lost_run_can_be_resumed(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_run_can_be_resumed(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
     """Its supervisor was killed and wrote no result: the status says running for ever."""
-    over(monkeypatch)
+    over(monkeypatch, change_limits)
     put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Submitted batch job 8", srun="")
     run = make_run(tmp_path, state="running", job_id="7").dir
     run.config.write_text("job: ownjobs.job\n")

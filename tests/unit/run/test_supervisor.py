@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.waiting import PATIENCE, wait_for
 from toolkit import config as configs
-from toolkit.base import fsio, outages, this_node
+from toolkit.base import fsio, this_node
 from toolkit.base.errors import EXIT_STOPPED, CheckpointError, RequestError
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunState, RunStatus, Straggler
@@ -41,7 +43,7 @@ from toolkit.run.records.stop_request import Intent
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
-from toolkit.run.supervise import attempt_loop, conclusion, stop_path, supervisor
+from toolkit.run.supervise import conclusion, stop_path, supervisor
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
 
@@ -153,11 +155,9 @@ def ended(*ranks: int, code: int | None = None) -> RanksExited:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(change_limits: ChangeLimits) -> Iterator[None]:
     """Shorten the patience, and restore the test runner's signal handlers at the end."""
-    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.01)
-    monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 0.05)
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+    change_limits(error_reports_s=0.01, kill_again_s=0.05, first_pause_s=0.0)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():
@@ -219,14 +219,12 @@ def test_attempts_that_make_no_step_start_again_after_growing_pauses(
         fails(ranks)
 
     assert supervise(run, Ranks(fails, fails, fails_after_a_step, completes), no_progress_attempts=9) == 0
-    first_s = supervisor.FIRST_PAUSE_S
+    first_s = limits().first_pause_s
     assert pauses == [0, first_s, 2 * first_s, 0]  # the attempt before the last made a step
 
 
-def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 600.0)
+def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(run: RunDir, change_limits: ChangeLimits) -> None:
+    change_limits(first_pause_s=600.0, longest_pause_s=600.0)
 
     def fails(ranks: Ranks) -> None:
         ranks.events.put(ended(2))
@@ -384,9 +382,9 @@ def saves(run: RunDir, step: int) -> None:
     (folder / "manifest.json").touch()
 
 
-def test_after_a_sigkill_no_other_failure_is_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_sigkill_no_other_failure_is_awaited(run: RunDir, change_limits: ChangeLimits) -> None:
     """It cost half a second of each restart. After an exit code the others' error files may tell the cause."""
-    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 600.0)
+    change_limits(error_reports_s=600.0)
     began = time.monotonic()
     assert supervise(run, Ranks(lambda ranks: ranks.events.put(ended(0)), completes)) == 0
     assert time.monotonic() - began < 300.0
@@ -475,8 +473,10 @@ def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
     assert (second.attempt, second.cause) == (2, "completed")
 
 
-def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
+def test_a_full_disk_delays_the_record_but_does_not_lose_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    change_limits(retry_every_s=0.01)
     failures = iter([OSError(28, "No space left on device")] * 3)
     add = RunDir.add_attempt
 
@@ -596,15 +596,15 @@ def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, age
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+def impatient(change_limits: ChangeLimits) -> None:
+    change_limits(status_every_s=0.05)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, change_limits: ChangeLimits
 ) -> None:
-    monkeypatch.setattr(stop_path, "STOP_LIMIT_S", 2.0)
+    change_limits(stop_s=2.0, foreign_stop_s=2.0)
 
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
@@ -659,11 +659,10 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
 
 
 def test_a_rank_of_a_script_that_ends_badly_in_a_stop_leaves_the_others_their_time(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, change_limits: ChangeLimits
 ) -> None:
     """Each rank saves for itself, for as long as it may, and the run says whether it has ended by then."""
-    monkeypatch.setattr(stop_path, "FOREIGN_STOP_LIMIT_S", 0.3)
-    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.0)
+    change_limits(foreign_stop_s=0.3, error_reports_s=0.0)
     config = JobConfig(job=configs.FOREIGN_JOB)
     config.cluster.signal_delay_s = 0
     began = time.monotonic()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
 from tests.unit.run.test_supervisor_nodes import HOSTS, network, run, slurm  # noqa: F401
 from toolkit.base.errors import SlurmRefusedError
@@ -21,7 +22,6 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.supervise import attempt_loop, node_care, stop_path
 from toolkit.run.supervise.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
 from toolkit.run.supervise.supervisor import Supervisor
@@ -44,9 +44,8 @@ class Agents(NodeAgents):
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.01)
-    monkeypatch.setattr(node_care, "ASK_DRAINED_EVERY_S", 0.0)
+def often(change_limits: ChangeLimits) -> None:
+    change_limits(status_every_s=0.01, ask_drained_every_s=0.0)
 
 
 @pytest.fixture
@@ -230,9 +229,9 @@ def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
     supervise: Supervise,
     run: RunDir,  # noqa: F811
     slurm: FakeSlurm,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
 ) -> None:
-    monkeypatch.setattr(stop_path, "STOP_LIMIT_S", 0.05)
+    change_limits(stop_s=0.05, foreign_stop_s=0.05)
     slurm.drains = {"node2": "new fan by root"}
 
     def saves_for_long(ranks: Ranks) -> None:

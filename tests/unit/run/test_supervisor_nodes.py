@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
-from toolkit.base import fsio, outages
+from toolkit.base import fsio
 from toolkit.base.errors import EXIT_STOPPED, RequestError, ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files import records, rundir
 from toolkit.files.run_files import RunResult, RunStatus
@@ -38,7 +40,7 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
-from toolkit.run.supervise import attempt_loop, conclusion, entry, supervisor
+from toolkit.run.supervise import conclusion, entry, supervisor
 from toolkit.run.supervise.conclusion import judge_attempt
 from toolkit.run.supervise.stop_path import Signalled
 from toolkit.run.supervise.supervisor import Supervisor
@@ -137,10 +139,10 @@ class UnheardKill(Ranks):
 
 
 def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits
 ) -> None:
     """It waits in the kernel for a disk or a driver. Its node answers. Before, the run hung until its limit."""
-    monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.3)
+    change_limits(unkillable_s=0.3, dying_s=0.3)
 
     class Unkillable(Ranks):
         tells_each_end = True
@@ -163,10 +165,10 @@ def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
 
 
 def test_ranks_that_sigkill_ends_nowhere_are_waited_for(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits
 ) -> None:
     """A disk that all nodes share is away: no node is to blame."""
-    monkeypatch.setattr(attempt_loop, "UNKILLABLE_S", 0.05)
+    change_limits(unkillable_s=0.05, dying_s=0.05)
 
     class Stuck(Ranks):
         tells_each_end = True
@@ -578,14 +580,13 @@ def ended_by_a_preemption_that_cancels(slurm: FakeSlurm, job: str) -> None:
 def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
     run: RunDir,
     slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
     what: Callable[[FakeSlurm, str], None],
     cause: str,
     restarts: int,
 ) -> None:
     """Its SIGTERM came between fork and exec. Slurm has forgotten the step, and srun waits for it."""
-    monkeypatch.setattr(attempt_loop, "DYING_S", 0.0)
-    monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 60.0)
+    change_limits(dying_s=0.0, kill_again_s=60.0)
 
     def told(ranks: Ranks) -> None:
         ranks.answers_kill = False
@@ -610,7 +611,7 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
         ranks.events.put(Signalled(signal.SIGTERM))
-        later = threading.Timer(2 * attempt_loop.STATUS_EVERY_S, lambda: stops(ranks))
+        later = threading.Timer(2 * limits().status_every_s, lambda: stops(ranks))
         later.start()
 
     def stops(ranks: Ranks) -> None:
@@ -649,16 +650,16 @@ def gets_slurms_signal(ranks: Ranks) -> None:
     ranks.report(step=7, step_start=0)
     ranks.events.put(Signalled(signal.SIGUSR2))
     Store.on_propose = lambda: ranks.events.put(AllRanksEnded(75))
-    threading.Timer(3 * attempt_loop.STATUS_EVERY_S, completes, [ranks]).start()
+    threading.Timer(3 * limits().status_every_s, completes, [ranks]).start()
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
 def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+    run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits, ahead_s: float
 ) -> None:
     """Before, each attempt was out of time in its first second. In the end the run was given up. That was with a
     signal_delay_s as long as the limit, or a batch host's clock that is ahead."""
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+    change_limits(status_every_s=0.05)
     slurm.now = time.time() - ahead_s
     assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
     assert [line.cause for line in run.attempts()] == ["completed"]
@@ -691,11 +692,10 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
 
 
 def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits
 ) -> None:
     """Before, the limit was never known. No follow-up job was submitted, and the job ended in the middle of a step."""
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
-    monkeypatch.setattr(slurm_job, "LOOK_AGAIN_S", 0.02)
+    change_limits(status_every_s=0.02, ask_of_job_every_s=0.02)
     slurm.now = time.time()
     slurm.preempt_mode = "CANCEL"
     follow_ups: list[str] = []
@@ -716,8 +716,8 @@ def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
     assert len(follow_ups) == follow_up.COUNT
 
 
-def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
+def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits) -> None:
+    change_limits(status_every_s=0.05)
     slurm.now = time.time()
 
     def gets_two(ranks: Ranks) -> None:
@@ -786,14 +786,14 @@ def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
 
 
 def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     """Each of its files is refused once. They are owner, size, job, the line of the last start, and the result."""
     place = {"nodes": ["node1"], "tasks": [1]}
     run.write_status(
         RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
     )
-    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.001)
+    change_limits(retry_every_s=0.001)
     plain, refused = os.fsync, set()
 
     def fsync(fd: int) -> None:
@@ -813,7 +813,7 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
 
 @pytest.mark.parametrize("follow_up", [False, True])
 def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, follow_up: bool
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, follow_up: bool
 ) -> None:
     def full(*args: object) -> Supervisor:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -821,7 +821,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
     if follow_up:
         claim.note_follow_ups(["2"])
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
+    change_limits(give_up_after_s=0.0)
     monkeypatch.setattr(entry, "Slurm", lambda: slurm)
     monkeypatch.setattr(entry, "build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -833,12 +833,12 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
 
 
 def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
+    change_limits(give_up_after_s=0.0)
     monkeypatch.setattr(RunDir, "write_result", full)
     entry._write_own_failure(run, ValueError("x"))
     assert run.result() is None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from tests.scale.dead_nodes import HERE, silent_network, silent_nodes
 from toolkit.base import this_node
 from toolkit.base.errors import ToolkitError
@@ -238,7 +239,7 @@ def test_of_ten_thousand_nodes_none_is_dead_that_could_not_be_asked(full: int, m
 
 
 def test_a_name_that_the_name_server_does_not_tell_in_time_is_not_dead(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     released, look_up = threading.Event(), socket.getaddrinfo
 
@@ -247,7 +248,7 @@ def test_a_name_that_the_name_server_does_not_tell_in_time_is_not_dead(
             released.wait(20)
         return look_up(HERE if name == "slow" else name, *args, **kwargs)
 
-    monkeypatch.setattr(reachable, "LOOK_UP_S", 0.2)
+    change_limits(look_up_s=0.2)
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     assert unreachable(["slow", THERE], listener.getsockname()[1], here=HERE) == {THERE}
     released.set()

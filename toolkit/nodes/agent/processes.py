@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.base import fsio, logs, procfs, staged, this_node
+from toolkit.base.process_limits import limits
 from toolkit.base.procfs import ProcessStat
 from toolkit.devices import kinds
 from toolkit.nodes.agent import messages, state_memory
@@ -37,10 +38,6 @@ from toolkit.nodes.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder, ope
 LEARN_AFTER_S = 20.0
 #: Room for what ``ps`` shows of a rank.
 TITLE_BYTES = 1024
-#: A zygote forks within milliseconds. While its answer is awaited the agent does nothing else.
-FORK_S = 10.0
-#: An import may wait for a slow file server for minutes. A zygote that is stopped (SIGSTOP) will not answer.
-IMPORT_S, STOPPED_S = 900.0, 10.0
 #: What served the processes that have saved, as a `tee`, ends with them, or this much later.
 REST_S = 1.0
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -496,7 +493,7 @@ class ZygoteClient:
             )
         self.pid = self._process.pid
         self._lines = self.socket.makefile("rw")
-        self.socket.settimeout(FORK_S)
+        self.socket.settimeout(limits().fork_s)
         self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
         self.has_torch = False
         self.has_learnt = imports is not None  #: it may have imported what the ranks did
@@ -540,8 +537,8 @@ class ZygoteClient:
         now, stat = time.monotonic(), procfs.read(self.pid)
         is_stopped = stat is not None and stat.state in "Tt"
         self._stopped_since = (self._stopped_since or now) if is_stopped else None
-        is_late = self.is_importing and now - self._awaited_since > IMPORT_S
-        if is_late or (self._stopped_since is not None and now - self._stopped_since > STOPPED_S):
+        is_late = self.is_importing and now - self._awaited_since > limits().zygote_imports_s
+        if is_late or (self._stopped_since is not None and now - self._stopped_since > limits().zygote_answers_s):
             log.warning("the zygote is %s: it is killed", "stopped" if is_stopped else "still importing")
             self.end()
 
@@ -556,7 +553,7 @@ class ZygoteClient:
             self._lines.flush()
             line = self._lines.readline()
         except TimeoutError:
-            log.warning("the zygote has not forked a rank within %.0f s: it is killed", FORK_S)
+            log.warning("the zygote has not forked a rank within %.0f s: it is killed", limits().fork_s)
             self.end()
         except OSError:  # it has died
             pass

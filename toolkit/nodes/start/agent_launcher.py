@@ -11,6 +11,7 @@ from functools import cached_property
 
 from toolkit.base import hostlist
 from toolkit.base.errors import EXIT_FAILED
+from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import messages, reports
 from toolkit.nodes.allocation import Allocation
@@ -170,8 +171,6 @@ class AgentRanks:
 
 #: The command that starts a module of the toolkit.
 MODULE = (sys.executable, "-P", "-m")
-#: The agents of a supervisor that has died return within this time: first their ranks must end, which may hold GPUs.
-RETURN_WITHIN_S = 15.0
 #: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.nodes.start.foreign"
 
@@ -204,7 +203,7 @@ class AgentLauncher(AgentUser):
 
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
         self._is_warm, self._events = self._is_forked(command), events
-        self._return_by = time.monotonic() + RETURN_WITHIN_S
+        self._return_by = time.monotonic() + limits().agents_return_s
         self.agents.open(environ, events, self, again=True)
 
     def prepare(self, hosts: Collection[str]) -> None:

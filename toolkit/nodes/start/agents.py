@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from toolkit.base import fsio, logs, outages
+from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import messages, reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, AuthenticatedLink, StrangerError
@@ -75,17 +76,10 @@ class AgentRequest:
 
 #: An agent must connect within this time, or its node counts as one where nothing can be started.
 STANDS_WITHIN_S = 120.0
-#: An agent that sends nothing for this long is replaced, also if its node answers: it may be stopped (SIGSTOP).
-#: A network may be away for half a minute, and a file server that the agent waits for somewhat longer.
-UNHEARD_S = 120.0
 #: The time between two heartbeats where a lost node can be replaced, and how many are sent in a second at most.
 QUICK_HEARTBEAT_S, HEARTBEATS_A_SECOND = 0.25, 4000
 #: Agents that are told to leave are gone after this time.
 LEAVE_S = 2.0
-#: A connection that has not proved within this time that it knows the secret is closed.
-STRANGER_S = 10.0
-#: Unproved connections beside one of each agent that may connect; more are closed at once.
-MAX_STRANGERS = 256
 #: Where ``tcpi_last_ack_recv`` stands in ``tcp_info`` of linux/tcp.h: ms since the other end's last segment.
 _LAST_ACK = struct.Struct("=56xI")
 
@@ -193,7 +187,7 @@ class Agents:
         # Connections.
         self._peers: dict[str, _Peer] = {}  #: to agents, by host
         self._strangers: set[socket.socket] = set()
-        self._max_strangers = MAX_STRANGERS + len(allocation.hosts)
+        self._max_strangers = limits().most_strangers + len(allocation.hosts)
         self._hosts_by_address: dict[str, str] = {}  #: where an agent has connected from
         self._refused = logs.SparseWarnings(log)
         self._was_opened = self._is_open = False
@@ -477,7 +471,7 @@ class Agents:
             self._send(peer, peer.link.greeting)
 
     def _close_late_strangers(self) -> None:
-        long_ago = time.monotonic() - STRANGER_S
+        long_ago = time.monotonic() - limits().stranger_s
         for key in [*self._selector.get_map().values()] if self._strangers else ():
             peer = key.data
             if isinstance(peer, _Peer) and peer.host is None and peer.heard < long_ago:
@@ -614,8 +608,10 @@ class Agents:
             self.hear_all()
         self._next_heartbeat = now + self.heartbeat_s
         self.send_all(messages.Heartbeat())
-        for host in self._silent(UNHEARD_S):
-            self.drop(host, f"its agent has sent nothing for {UNHEARD_S:.0f} s: another one takes its place")
+        for host in self._silent(limits().agent_unheard_s):
+            self.drop(
+                host, f"its agent has sent nothing for {limits().agent_unheard_s:.0f} s: another one takes its place"
+            )
         self.silent_hosts = frozenset(self._silent(SILENT_S))
         self.heard_hosts = frozenset(self._peers.keys() - self.silent_hosts)
         since = now - 2.5 * self.heartbeat_s

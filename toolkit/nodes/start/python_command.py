@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base import logs, staged
+from toolkit.base.process_limits import limits
 from toolkit.files import error_file
 from toolkit.nodes.agent.zygote import new_main
 
@@ -35,8 +36,6 @@ READ_AT_LOAD = re.compile(
 )
 #: Modules that change torch when they are imported before it, and fail to when imported after it.
 BEFORE_TORCH = {"comet_ml"}
-#: The most source that is read, which takes a second. Where there is more, a folder of packages is on the path.
-MOST_SOURCE_BYTES = 2_000_000
 
 log = logs.get(__name__)
 
@@ -157,7 +156,7 @@ class _ProgramSources:
             if name not in self._seen:
                 self._seen.add(name)
                 waiting += self._look_into(name)
-            if self._bytes > MOST_SOURCE_BYTES:
+            if self._bytes > limits().imported_source_bytes:
                 raise OSError(f"it imports {self._bytes} bytes of sources that are not installed")
 
     def _look_into(self, name: str) -> list[str]:

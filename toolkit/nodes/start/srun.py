@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from toolkit.base import fsio, hostlist, logs, outages
+from toolkit.base import fsio, hostlist, logs
+from toolkit.base.process_limits import limits
 from toolkit.nodes.start.children import start_child
 from toolkit.nodes.start.launcher import (
     LaunchFailed,
@@ -59,9 +60,9 @@ class Srun:
         srun is started again while its step is refused because of a step that has ended: a controller that was away
         learns of that end a moment after it is back.
         """
-        deadline = time.monotonic() + outages.GIVE_UP_AFTER_S
+        deadline = time.monotonic() + limits().give_up_after_s
         while (refused := self._listen(put)) is not None:
-            if time.monotonic() >= deadline or self.given_up.wait(outages.RETRY_EVERY_S):
+            if time.monotonic() >= deadline or self.given_up.wait(limits().retry_every_s):
                 put(refused)
                 break
             self._process.wait()

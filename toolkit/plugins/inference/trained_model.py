@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError, JobFailedError, RequestError
+from toolkit.base.process_limits import limits
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
@@ -290,8 +291,6 @@ def image_files(folder: Path) -> list[Path]:
 
 #: Tokens that are added to a text where the caller does not say how many, if the model can see that many.
 MOST = 64
-#: Logits of a pass that are held in memory at once.
-LOGITS = 1 << 27
 
 
 @runtime_checkable
@@ -374,7 +373,7 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
         room = min(MOST, context - len(prompt)) if most is None else most
         rows.append(_Text(text, prompt, room, tokens.index.end, draw))
     # One pass takes as many texts as its logits may take memory.
-    at_once = max(1, LOGITS // (context * tokens.index.vocabulary))
+    at_once = max(1, limits().logits_at_once // (context * tokens.index.vocabulary))
     for start in range(0, len(rows), at_once):
         _extend(trained, rows[start : start + at_once], tokens.index.vocabulary, sampling)
     return [

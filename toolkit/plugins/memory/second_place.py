@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from toolkit.base import fsio, logs, reading, trust
 from toolkit.base.errors import CheckpointError, RequestError
+from toolkit.base.process_limits import limits
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, file_errors, step_of
 from toolkit.checkpoint.policy import Keep
@@ -24,8 +25,6 @@ log = logs.get(__name__)
 
 T = TypeVar("T")
 
-#: A start or an end waits this long for the next piece. On a hard NFS mount a call returns when the server is back.
-PATIENCE_S = 300.0
 _CHUNK_BYTES = 1 << 24
 
 
@@ -112,11 +111,11 @@ class SecondPlace:
         while thread.is_alive():
             thread.join(1.0)
             self._on_progress()
-            if time.monotonic() - self._answered_s > PATIENCE_S:
+            if time.monotonic() - self._answered_s > limits().second_place_s:
                 log.error(
                     "%s has given no answer for %.0f s, the training goes on without it: is its file server away?",
                     self.checkpoints.folder,
-                    PATIENCE_S,
+                    limits().second_place_s,
                 )
                 return
 

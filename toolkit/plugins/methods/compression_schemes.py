@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.base.errors import ConfigError
+from toolkit.base.process_limits import limits
 from toolkit.config import StrategyConfig
 from toolkit.ranks.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
 from toolkit.ranks.state import Entry, Replicated
@@ -179,7 +180,7 @@ class Int8:
 
 #: The number of blocks worked on at a time, by kind of device. On the CPU they stay in a processor's cache from one
 #: operation to the next. On a GPU each operation costs microseconds, so there are few of them, on 64 MiB.
-ON_CPU_AT_ONCE, AT_ONCE = 512, 1 << 16
+ON_CPU_AT_ONCE = 512
 
 
 class Blocks:
@@ -191,7 +192,7 @@ class Blocks:
         self.multiple = BLOCK * wire.ranks
         self._codec = codec
         self._wire = wire
-        self._at_once = ON_CPU_AT_ONCE if kind == "cpu" else AT_ONCE
+        self._at_once = ON_CPU_AT_ONCE if kind == "cpu" else limits().compressed_at_once
         self._rank_by_rank = kind == "cpu"
 
     def exchange(self, values: Tensor) -> Tensor:

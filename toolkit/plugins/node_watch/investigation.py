@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from toolkit import hang
 from toolkit.base import fsio, hostlist, logs, reading
+from toolkit.base.process_limits import limits
 from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RunDir
 from toolkit.hang import STUCK_SHARE, Watchdog
@@ -47,10 +48,6 @@ from toolkit.run.supervise.context import Context
 
 log = logs.get(__name__)
 
-#: A script that reports nothing is watched after this share of the bound. Many have ended by then, or called
-#: `toolkit.start()` and report by themselves.
-START_AFTER_SHARE = 0.2
-
 
 class Investigation:
     """Investigates by the stacks of the ranks."""
@@ -66,7 +63,7 @@ class Investigation:
         """True if all ranks of a script have been silent. They are watched when it has had time to report."""
         attempt, context = self._attempt, self._context
         bound_s = STUCK_SHARE * context.config.dist.timeout_s
-        if self._silence is None and time.time() - attempt.started > START_AFTER_SHARE * bound_s:
+        if self._silence is None and time.time() - attempt.started > limits().silence_measured_after_share * bound_s:
             self._silence = SilentRanks(attempt.plan.world_size, bound_s)
             words = [str(context.run.path), str(attempt.number), str(bound_s)]
             self._have_ranks_watched(bare_python("toolkit.plugins.node_watch.silent_scripts", *words))
@@ -233,10 +230,10 @@ def look(
     """Return what the ranks do, by their stacks, which they are asked for.
 
     ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
-    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`. Takes at most ``ANSWER_S``
+    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`. Takes at most ``stacks_s``
     and ``LATE_S``, and ``OUTSIDE_S`` where the stacks are read from outside.
     """
-    wait_s = stack_digest.ANSWER_S + LATE_S + (OUTSIDE_S if how.get("outside") else 0.0)
+    wait_s = limits().stacks_s + LATE_S + (OUTSIDE_S if how.get("outside") else 0.0)
     heard = agents.ask(_orders(run, attempt, standings, **how), wait_s)
     answers = {host: answer for host, answer in heard.items() if isinstance(answer, StacksAnswered)}
     # A node that has not answered is described by its last digest.

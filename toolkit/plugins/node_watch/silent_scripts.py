@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit.base import procfs
+from toolkit.base.process_limits import limits
 from toolkit.base.procfs import ProcessStat
 from toolkit.devices.on_node import Gpus, GpusError
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
@@ -49,8 +50,6 @@ MAJOR_FAULTS = 12
 LOOKS, SHORTEST_LOOK_S, LONGEST_LOOK_S = 30, 0.2, 10.0
 #: A process that is younger than this may still become another program, with another environment.
 YOUNG_S = 60.0
-#: A faulty driver may never answer.
-GPU_WAIT_S = 15.0
 
 
 def look_every_s(bound_s: float) -> float:
@@ -227,7 +226,7 @@ class GpuUse:
             self._is_busy = False
             self._thread = threading.Thread(target=self._look, daemon=True)
             self._thread.start()
-        self._thread.join(GPU_WAIT_S)
+        self._thread.join(limits().gpu_answer_s)
         return self._is_busy
 
     def _look(self) -> None:

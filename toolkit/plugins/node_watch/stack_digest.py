@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 from toolkit import hang
 from toolkit.base import reading
+from toolkit.base.process_limits import limits
 from toolkit.files import records
 from toolkit.files.records import JsonRecord
 from toolkit.files.rundir import RunDir
@@ -34,9 +35,6 @@ from toolkit.plugins.node_watch import outside_stacks
 from toolkit.plugins.node_watch.outside_stacks import Stack, is_ours, main_stack, program_line
 from toolkit.plugins.node_watch.silent_scripts import RankProcesses
 
-#: The ranks have this long to write their stacks; those that can do it within milliseconds.
-ANSWER_S = 3.0
-LOOK_EVERY_S = 0.1
 #: A file that is still empty this long after the request counts as unanswered. Before that, the answer is unknown.
 UNANSWERED_S = 1.0
 
@@ -47,18 +45,18 @@ def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | No
     None: there is no file, so the rank has not started. Empty: it does not answer. A rank that is left out is unknown:
     there was no time to read its file, or it was read so early that an answer may have come later.
 
-    Takes at most ``ANSWER_S``. Ends as soon as all have answered except those that have been silent before.
+    Takes at most ``stacks_s``. Ends as soon as all have answered except those that have been silent before.
     """
     by_rank: dict[int, Stack | None] = {}
     reader = threading.Thread(target=_read, args=[folder, standings, by_rank], daemon=True)  # a read may hang for ever
     reader.start()
-    reader.join(ANSWER_S)
+    reader.join(limits().stacks_s)
     return dict(by_rank)  # a copy: a thread that hung may continue
 
 
 def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack | None]) -> None:
     began = time.monotonic()
-    deadline, sure_at = began + ANSWER_S, began + min(UNANSWERED_S, ANSWER_S / 2)
+    deadline, sure_at = began + limits().stacks_s, began + min(UNANSWERED_S, limits().stacks_s / 2)
     left = list(standings)
     while True:
         for standing in list(left):
@@ -78,7 +76,7 @@ def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack 
         # The ranks that are left do not answer anyway.
         if all(standing.is_silent for standing in left):
             return
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(limits().look_for_stacks_every_s)
 
 
 def stack_text(path: Path) -> str | None:

@@ -24,6 +24,7 @@ from toolkit import __version__
 from toolkit.base import hostlist, logs
 from toolkit.base.durations import in_units
 from toolkit.base.errors import RequestError, SlurmError
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.devices import kinds
 from toolkit.files import rundir
@@ -33,7 +34,7 @@ from toolkit.nodes.start.launcher import LaunchFailed, RanksExited
 from toolkit.nodes.start.srun import parse_srun_line
 from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest
 from toolkit.plugins.site.checks.host import CORE, MEMORY
-from toolkit.plugins.site.checks.preflight import LIMIT_S, SharedFolder, command
+from toolkit.plugins.site.checks.preflight import SharedFolder, command
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
 from toolkit.plugins.site.proof import Proof, prove
 from toolkit.plugins.site.site_profile import USED, PartitionRecord, SiteProfile, missing_programs, read_site
@@ -411,7 +412,7 @@ class _Answers:
         self._names = list(hosts)
         self.errors: list[str] = []
         self._step, self._asked = step, step.began
-        self._deadline = None if is_queued else time.monotonic() + LIMIT_S
+        self._deadline = None if is_queued else time.monotonic() + limits().check_nodes_s
         self._has_begun = False
         self._awaited = set(range(len(hosts)))
         self._last_words: dict[int, str] = {}  #: by task, text that is no answer, or the first part of one
@@ -464,7 +465,7 @@ class _Answers:
             self._last_words[task] = text if text.startswith(ANSWER_HEAD) else line.text
             return
         if not self._has_begun:
-            self._has_begun, self._deadline = True, self._deadline or time.monotonic() + LIMIT_S
+            self._has_begun, self._deadline = True, self._deadline or time.monotonic() + limits().check_nodes_s
             # A job that waited for its nodes was asked long before they began.
             self._asked = max(self._asked, line.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
             # Also name the nodes that stay silent: without chosen nodes their names are unknown.

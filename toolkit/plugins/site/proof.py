@@ -15,22 +15,16 @@ from dataclasses import dataclass
 from toolkit.base import fsio, logs
 from toolkit.base.durations import in_units
 from toolkit.base.errors import SlurmError, ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
 from toolkit.plugins.site.proof_rank import MEASURED, Measured, submit_follower
 from toolkit.run.records import ownership
-from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.submit import submit_foreign
 from toolkit.slurm.commands import Slurm
 
 NAME = "doctor"
-#: For the start of the ranks and their figures, for the stop after the signal, and for what comes after the requeue's
-#: own delay. The time in the queue is not counted: Ctrl-C ends it.
-MEASURE_S, STOP_S, RETURN_S = 300.0, 120.0, 300.0
-#: A job that shall come back, or follow, may wait in the queue so long. The first start has no limit.
-QUEUE_S = 12 * 3600.0
-POLL_S = 0.3
 #: A rename or a time that is seen later than this is worth a word.
 LATE_S = 1.0
 
@@ -49,7 +43,9 @@ def prove(config: JobConfig, nodes: int, requeue_delay_s: float) -> list[Proof]:
     config.cluster.tasks_per_node, config.cluster.components = max(1, config.cluster.gpus_per_node), []
     run = submit_foreign(config, [sys.executable, "-m", "toolkit.plugins.site.proof_rank"], "slurm")
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
-    log.info("its way back and the job that follows it may wait in the queue for %s each", in_units(QUEUE_S))
+    log.info(
+        "its way back and the job that follows it may wait in the queue for %s each", in_units(limits().proof_queued_s)
+    )
     trial = _ProofRun(run, requeue_delay_s)
     # Also Ctrl-C must leave no job behind.
     try:
@@ -83,7 +79,7 @@ class _ProofRun:
         self._run, self._dir, self._requeue_delay_s = run, run.dir, requeue_delay_s
         self._slurm = Slurm()
         self._follower: str | None = None
-        self._ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+        self._ask_at = time.monotonic() + limits().ask_slurm_every_s
 
     def play(self) -> None:
         """Play all parts. A part that fails leaves those that need it untried."""
@@ -115,7 +111,7 @@ class _ProofRun:
         """Wait for the figures of the ranks; None if the run ends without."""
         self._await(lambda: self._dir.status().attempt is not None or self._is_over(), None)
         path = self._dir.path / MEASURED
-        self._await(lambda: path.exists() or self._is_over(), MEASURE_S)
+        self._await(lambda: path.exists() or self._is_over(), limits().proof_measured_s)
         return Measured.read_or_none(path)
 
     def _judge_measured(self, measured: Measured) -> None:
@@ -147,7 +143,7 @@ class _ProofRun:
         """Send the signal that Slurm sends before a time limit. True if the attempt has saved and ended."""
         sent = time.monotonic()
         self._slurm.cancel(self._run.job_id, signal="USR2", batch=True)
-        self._await(lambda: bool(self._dir.attempts()) or self._is_over(), STOP_S)
+        self._await(lambda: bool(self._dir.attempts()) or self._is_over(), limits().proof_stopped_s)
         attempts = self._dir.attempts()
         has_saved = bool(attempts) and (attempts[0].step_end or 0) > 0
         took_s = time.monotonic() - sent
@@ -158,7 +154,7 @@ class _ProofRun:
     def _come_back(self) -> None:
         """Wait until the run has come back and ended well. A requeue or a follow-up job brings it back."""
         name = "coming back"
-        self._await(self._is_over, self._requeue_delay_s + RETURN_S, lambda: self._run.job_now)
+        self._await(self._is_over, self._requeue_delay_s + limits().proof_returned_s, lambda: self._run.job_now)
         attempts = self._dir.attempts()
         if len(attempts) < 2 or not attempts[1].step_start:
             self._add(name, False, self._why())
@@ -176,7 +172,7 @@ class _ProofRun:
             self._follower, _ = submit_follower(self._dir.path, self._run.job_id, len({*measured.hosts}))
         path = self._dir.path / FOLLOWED
         # Without a job there is nothing to wait for.
-        self._await(path.exists, RETURN_S if self._follower else 0.0, lambda: self._follower)
+        self._await(path.exists, limits().proof_returned_s if self._follower else 0.0, lambda: self._follower)
         followed = Followed.read_or_none(path)
         if followed is None:
             self._add("follow-up job", False, f"job {self._follower} was not seen")
@@ -200,7 +196,7 @@ class _ProofRun:
         """True if the run has a result, or no job any more. Slurm is asked rarely."""
         now = time.monotonic()
         if now >= self._ask_at and self._dir.result() is None:
-            self._ask_at = now + ASK_SLURM_EVERY_S
+            self._ask_at = now + limits().ask_slurm_every_s
             return self._run.is_over()
         return self._dir.result() is not None
 
@@ -219,8 +215,8 @@ class _ProofRun:
         deadline = None if limit_s is None else began + limit_s
         while not is_true():
             now = time.monotonic()
-            if limit_s is not None and ask_at <= now < began + QUEUE_S:
-                ask_at, job_id = now + ASK_SLURM_EVERY_S, job()
+            if limit_s is not None and ask_at <= now < began + limits().proof_queued_s:
+                ask_at, job_id = now + limits().ask_slurm_every_s, job()
                 # Time in the queue does not count. A job that is held there would wait for ever.
                 with suppress(SlurmError):
                     status = self._slurm.show_jobs([job_id])[job_id] if job_id else None
@@ -230,4 +226,4 @@ class _ProofRun:
                 return
             with suppress(OSError):
                 list(self._dir.path.iterdir())
-            time.sleep(POLL_S)
+            time.sleep(limits().look_at_proof_every_s)

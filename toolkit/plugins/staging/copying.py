@@ -28,6 +28,7 @@ from typing import IO
 
 from toolkit.base import fsio, logs, this_node, trust
 from toolkit.base.errors import RequestError
+from toolkit.base.process_limits import limits
 from toolkit.files.records import FileRecord, JsonRecord
 from toolkit.plugins.staging import package as packages
 from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
@@ -41,8 +42,6 @@ UNUSED_S = 7 * 86_400.0
 #: A small file takes a block of the disk.
 FILE_BYTES = 4096
 PROGRAM_TIMEOUT_S = 60
-#: Jobs that look for a copy at the same moment are through by then.
-OTHERS_WAIT_S = 5.0
 
 
 class DamagedPackageError(StagingError):
@@ -116,7 +115,7 @@ def _own_folder(disk: Path) -> Path:
 
 def _copy_in(folder: Path, package: Package) -> Copy:
     """Find the copy in ``folder``, or make it. Wait for a job that makes it at this moment."""
-    deadline, is_new = time.monotonic() + OTHERS_WAIT_S, False
+    deadline, is_new = time.monotonic() + limits().other_copiers_s, False
     while True:
         lock = _lock(folder, fcntl.LOCK_SH)
         if is_whole(folder):

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 
 from toolkit.base import logs
+from toolkit.base.process_limits import limits
 from toolkit.nodes.agent.helpers import Helpers, parsed
 from toolkit.nodes.agent.messages import Message, NodeStaged, StageOrder
 from toolkit.nodes.agent.processes import Processes
 
 COPY_COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.staging.copying")
 CHECK_COMMAND = (*COPY_COMMAND, "check")
-#: Copies that were whole this recently are not looked at again. Cleaners come once a day.
-SEEN_FOR_S = 60.0
 #: A disk that does not answer within this time is not waited for.
 CHECK_S = 60.0
 #: A process that copies is started once more if it is killed.
@@ -64,7 +63,7 @@ class CopyKeeper:
         These wait for the answer. Without one they do without copies: half a copy is worse than none.
         """
         processes = self._processes
-        if not processes.copies or time.monotonic() - self._seen_whole < SEEN_FOR_S:
+        if not processes.copies or time.monotonic() - self._seen_whole < limits().copy_is_whole_s:
             return
         paths, processes.copies = processes.copies, {}
         processes.hold(CHECK_S)

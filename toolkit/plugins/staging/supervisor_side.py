@@ -24,6 +24,7 @@ from pathlib import Path
 from queue import Empty
 
 from toolkit.base import fsio, logs, this_node
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files.records import FileRecord
 from toolkit.files.rundir import RunDir
@@ -39,13 +40,9 @@ from toolkit.plugins.staging.package import Package, PackageSource, PackRequest,
 
 #: What a start must gain at the least for ``auto`` to copy an environment.
 LEAST_GAIN_S = 2.0
-#: How fast a node copies an environment, until that has been measured.
-COPY_BYTES_A_SECOND = 200e6
 #: In the background everything else comes first.
 BACKGROUND_NICE = 19
 LOOK_EVERY_S = 0.2
-#: Ranks wait no longer for data, and with ``always`` for the environment: a disk of a node may hang.
-MOST_WAIT_S = 1800.0
 
 log = logs.get(__name__)
 
@@ -92,7 +89,7 @@ class NodeStaging(AgentUser):
         self._environment = environment_source()
         self._data = [PackageSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
         self._first: list[PackageSource] = []  #: what ranks wait for
-        self._limit_s = MOST_WAIT_S  #: the longest time that ranks wait for it
+        self._limit_s = limits().copies_s  #: the longest time that ranks wait for it
         self._deadline = math.inf  #: the end of that time, monotonic
         self._measures = False
         self._figures = ImportFigures()
@@ -117,7 +114,7 @@ class NodeStaging(AgentUser):
             self._decide_environment()
             self._first += self._data
             if self._data:
-                self._limit_s = MOST_WAIT_S
+                self._limit_s = limits().copies_s
             if self._first:
                 self._deadline = time.monotonic() + self._limit_s
                 self._launcher.holds_zygotes = True  # they would import from the shared disk
@@ -294,7 +291,7 @@ class NodeStaging(AgentUser):
             self._note(f"the environment is not copied to the nodes: {text}")
             return
         self._note(f"copying the environment to the nodes for later starts: {text}")
-        most = None if self._figures.copied_s else int((self._figures.waited_s or 0.0) * COPY_BYTES_A_SECOND)
+        most = None if self._figures.copied_s else int((self._figures.waited_s or 0.0) * limits().copied_bytes_per_s)
         self._in_thread([self._environment], is_awaited=False, most_bytes=most)
 
     def _note_gain(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import DamagedFileError, ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, SweepDir
@@ -25,7 +26,6 @@ from toolkit.run.records import stop_request
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 
-LOOK_EVERY_S = 0.5
 #: Runs that wait for their turn are looked at this often, and their status is written: after 30 s they would be silent.
 NOTE_EVERY_S = 5.0
 #: The submitter records this process within this time, or has been killed.
@@ -59,7 +59,7 @@ def work(path: Path) -> None:
     while (array := outages.persist(lambda: ArrayRecord.read(path), path, "read")) is not None and array.job_id is None:
         if time.monotonic() > deadline:
             break
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(limits().look_at_points_every_s)
     if array is None or array.job_id is None:
         log.error("%s: its submission was interrupted; `toolkit sweep retry` starts its points", path)
         return
@@ -93,7 +93,7 @@ def work(path: Path) -> None:
                 waiting.remove(run)
             except OSError as error:
                 log.warning("run %s: tried again: %s", run.id, error)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(limits().look_at_points_every_s)
     if lock is not None:
         os.close(lock)
 

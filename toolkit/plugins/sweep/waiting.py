@@ -8,6 +8,7 @@ from functools import partial
 from queue import Empty
 
 from toolkit.base import logs, outages
+from toolkit.base.process_limits import limits
 from toolkit.files.run_files import AfterRecord, RunState, waits_until
 from toolkit.plugins.sweep import awaited
 from toolkit.plugins.sweep.awaited import Outlook
@@ -16,14 +17,12 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.slurm_job import JobFate
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import Signalled, is_slurms_signal
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
 
-LOOK_EVERY_S = 1.0
 _SILENT = "Slurm does not say how the jobs stand that are waited for"
 
 log = logs.get(__name__)
@@ -49,13 +48,13 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
         # A result may be on its way through the shared file system when its job has ended.
         is_lost = stands is not None and bool(stands.lost)
         lost_since = (lost_since or time.monotonic()) if is_lost else None
-        if stands is not None and lost_since is not None and time.monotonic() - lost_since >= FILES_LAG_S:
+        if stands is not None and lost_since is not None and time.monotonic() - lost_since >= limits().files_lag_s:
             return _fail(context, stands.lost[0])
         if requeue is not None and (stands is None or stands.jobs):
             return _give_back(context, requeue, record, stands)
         # A signal to end may come meanwhile.
         with contextlib.suppress(Empty):
-            event = context.events.get(timeout=LOOK_EVERY_S)
+            event = context.events.get(timeout=limits().look_at_awaited_every_s)
             if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
                 if requeue is not None:
                     return _give_back(context, requeue, record, stands)
@@ -69,10 +68,10 @@ def _look(context: Context, record: AfterRecord) -> Outlook | None:
     if context.job.slurm is not None:
         show_jobs = context.job.slurm.show_jobs
         look = partial(awaited.outlook, record, show_jobs)
-        return outages.ask(look, _SILENT, wait_s=outages.GIVE_UP_AFTER_S)
+        return outages.ask(look, _SILENT, wait_s=limits().give_up_after_s)
     # This process may wait for days: Slurm is asked seldom, and all of the user's processes share its answer.
     queue = shared_queue.of_user(Slurm())
-    look = partial(awaited.outlook, record, partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S))
+    look = partial(awaited.outlook, record, partial(queue.show_jobs, every_s=limits().ask_slurm_every_s))
     return outages.ask(look, _SILENT, wait_s=0.0)
 
 

@@ -19,16 +19,11 @@ from importlib.util import find_spec
 from toolkit import registry
 from toolkit.base import logs
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, nearest
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log, start_child
 from toolkit.nodes.start.foreign import without_snapshot
-
-#: For the last points of a run that has ended. The job holds its nodes meanwhile, and one that is being cancelled has
-#: only KillWait, 30 s by default.
-LIMIT_S = 20.0
-#: From a failure to the next start: while the run goes on, and once it has ended.
-PAUSE_S, LAST_PAUSE_S = 10.0, 1.0
 
 log = logs.get(__name__)
 
@@ -58,7 +53,7 @@ class Senders:
 
     def close(self) -> None:
         """Wait until all points of a run that has ended are sent, but not for long. End the programs of any other."""
-        deadline = time.monotonic() + (LIMIT_S if self._run.result() is not None else 0.0)
+        deadline = time.monotonic() + (limits().last_points_s if self._run.result() is not None else 0.0)
         for program in self._programs:
             program.close(deadline)
 
@@ -83,7 +78,9 @@ class _Program:
                 log.warning("trackers: %s ended with %d%s; its output: %s", self._name, code, again, path)
             is_told = True
             is_over = self._run.result() is not None
-            if code == EXIT_REQUEST or self._is_closing.wait(LAST_PAUSE_S if is_over else PAUSE_S):
+            if code == EXIT_REQUEST or self._is_closing.wait(
+                limits().last_upload_pause_s if is_over else limits().upload_pause_s
+            ):
                 return
 
     def _sent(self) -> int | None:
@@ -113,7 +110,10 @@ class _Program:
         if self._run.result() is not None:
             advice = shlex.join(["toolkit", "sync", self._run.id, *self._words[1:]])
             log.warning(
-                "trackers: %s has not got everything within %g s: `%s` sends the rest", self._name, LIMIT_S, advice
+                "trackers: %s has not got everything within %g s: `%s` sends the rest",
+                self._name,
+                limits().last_points_s,
+                advice,
             )
         with self._lock:
             process = self._process

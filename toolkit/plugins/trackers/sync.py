@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 from toolkit.base import fsio, logs, reading, terminal
 from toolkit.base.errors import EXIT_DONE, RequestError, TrackerError
+from toolkit.base.process_limits import limits
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import arguments
 from toolkit.files.records import FileRecord
@@ -247,8 +248,6 @@ def csv_rows(runs: Sequence[RunDir]) -> Iterator[list[str]]:
             yield [run.id, str(line.step), repr(line.wall_time), *cells]
 
 
-#: From one look at the files to the next.
-EVERY_S = 5.0
 #: The first columns of our CSV files: only such a file is replaced.
 CSV_BEGIN = "run,step,wall_time"
 
@@ -276,7 +275,7 @@ def send(runs: Sequence[RunDir], name: str, project: str | None, *, follow: bool
             if is_over or not follow:
                 left.remove(run)
         if left:
-            time.sleep(EVERY_S)
+            time.sleep(limits().upload_every_s)
     return not away
 
 
@@ -316,5 +315,5 @@ def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> int:
             fsio.write_atomic(target, text.getvalue())
         if not follow or is_over:
             break
-        time.sleep(EVERY_S)
+        time.sleep(limits().upload_every_s)
     return EXIT_DONE

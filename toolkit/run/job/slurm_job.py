@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import partial
 
 from toolkit.base import logs, outages
+from toolkit.base.process_limits import limits
 from toolkit.nodes.allocation import Allocation
 from toolkit.slurm.commands import Settings, SlurmCommands, settings_of
 from toolkit.slurm.jobs import JobRow
@@ -85,9 +86,6 @@ SIGNAL_EARLY_S = 75.0
 #: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
 CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 
-#: How often Slurm is asked again about a job of which it did not say anything at the start.
-LOOK_AGAIN_S = 60.0
-
 
 class SlurmJob:
     """The job of ``allocation``. ``row`` is its state when last looked at; None if unknown.
@@ -117,7 +115,7 @@ class SlurmJob:
 
     def _look_until_known(self) -> None:
         while (row := self.show()) is None:
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(limits().ask_of_job_every_s)
         self._ask_about_site()
         self.row, self.has_answered_late = row, True
 

@@ -17,12 +17,12 @@ from pathlib import Path, PurePath
 
 from toolkit.base import fsio, logs, reading, torch_version
 from toolkit.base.errors import RequestError, listing
+from toolkit.base.process_limits import limits
 from toolkit.files import records, rundir
 from toolkit.files.records import JsonRecord
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
 
-MAX_BYTES = 200 * 2**20
 #: Left out where git does not tell what belongs to the project: these anywhere, ...
 SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".hypothesis"}
 SKIPPED_DIRS |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
@@ -30,7 +30,6 @@ SKIPPED_DIRS |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
 SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
 #: Variables by which git takes another repository for the one that a file is in. git sets them for its hooks.
 GIT_PLACES = {"GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"}
-GIT_TIMEOUT_S = 60.0
 #: Never copied, even where git tracks them: programs keep passwords, keys and tokens in files of these names.
 SECRET_DIRS = {".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".kaggle", ".huggingface"}
 SECRET_FILES = (
@@ -230,13 +229,13 @@ def _git(folder: Path, *args: str) -> str | None:
     environ = {name: value for name, value in os.environ.items() if name not in GIT_PLACES}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, errors="surrogateescape", env=environ
+            command, capture_output=True, text=True, timeout=limits().git_s, errors="surrogateescape", env=environ
         )
     except OSError:
         return None
     except subprocess.TimeoutExpired:
         raise RequestError(
-            f"{folder}: `git {args[0]}` takes more than {GIT_TIMEOUT_S:.0f} s; the disk may be busy: "
+            f"{folder}: `git {args[0]}` takes more than {limits().git_s:.0f} s; the disk may be busy: "
             "submit again, or list large folders in .gitignore"
         ) from None
     return done.stdout if done.returncode == 0 else None
@@ -301,11 +300,11 @@ class _ProjectFiles:
     def refuse_if_large(self) -> None:
         """Raise RequestError, naming the largest files, if the sources are too large."""
         total = sum(size for size, _ in self._sizes)
-        if total > MAX_BYTES:
+        if total > (most := limits().snapshot_bytes):
             three = sorted(self._sizes, reverse=True)[:3]
             largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in three)
             raise RequestError(
-                f"{self._project}: the sources to copy are {total / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}; "
+                f"{self._project}: the sources to copy are {total / 2**20:.0f} MiB, more than {most // 2**20}; "
                 f"list data and outputs in the .gitignore of a git repository; the largest: {largest}"
             )
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, outages, reading
 from toolkit.base.errors import TakenError
+from toolkit.base.process_limits import limits
 from toolkit.base.procfs import Life, ProcessIdentity
 from toolkit.files.run_files import OwnerRecord, Submission
 from toolkit.files.rundir import RunDir
@@ -33,8 +34,6 @@ if TYPE_CHECKING:  # it loads the config, and commands that only look at runs ne
     from toolkit.nodes.allocation import Allocation
 
 TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
-#: A submission without a job id after this time has died: sbatch itself times out earlier.
-SUBMITTING_S = 120.0
 
 
 def jobs_of(run: RunDir) -> list[str]:
@@ -122,7 +121,7 @@ def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
     sent = run.submission()
     if sent is not None and sent.token == owner.token:
         return False
-    return time.time() - owner.time < SUBMITTING_S and owner.process.life(owner.time) is not Life.ENDED
+    return time.time() - owner.time < limits().submitting_s and owner.process.life(owner.time) is not Life.ENDED
 
 
 def take(run: RunDir, before: int) -> int:
@@ -169,7 +168,7 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
         # It has ended: an owner that it did write is there by now.
         owner = run.owner_number()
         return owner is not None and owner < number
-    return time.time() - taken >= SUBMITTING_S
+    return time.time() - taken >= limits().submitting_s
 
 
 def submit_as(

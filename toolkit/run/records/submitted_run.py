@@ -104,11 +104,6 @@ def without_job(run: RunDir, executor: str) -> RunStanding:
     return RunStanding(Life.ENDED if is_own else life)
 
 
-#: Who waits asks Slurm this often whether the job still exists.
-ASK_SLURM_EVERY_S = 30.0
-#: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
-#: was absent. Only after that time is it certain that the job has written no result.
-FILES_LAG_S = 75.0
 #: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
 HEARD_S = 300.0
 

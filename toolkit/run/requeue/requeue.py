@@ -11,6 +11,7 @@ from functools import partial
 
 from toolkit.base import hostlist, logs, outages
 from toolkit.base.errors import SlurmError, SlurmRefusedError
+from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.nodes import BadNode, Nodes
@@ -21,13 +22,10 @@ from toolkit.run.requeue import follow_up
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 
-#: A job that is being ended has ended, or is pending again, after this time: KillWait and a margin.
-ENDING_S = 60.0
-
 #: The requeue ends this process, too, but not before KillWait; its SIGTERM may end the first try to exclude nodes.
 EXCLUDE_S = 10.0
 
-#: The most restarts of one job because of a full disk: each waits for `outages.GIVE_UP_AFTER_S`, and then in the queue.
+#: The most restarts of one job because of a full disk: each waits for ``give_up_after_s``, and then in the queue.
 MAX_RESTARTS_ON_A_FULL_DISK = 100
 
 log = logs.get(__name__)
@@ -141,9 +139,9 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
 
     ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
     have been cancelled, and with it the program that asked for the requeue may have been ended. A refusal is retried
-    for ``ENDING_S``: Slurm may be requeueing the job itself at this moment.
+    for ``ending_s``: Slurm may be requeueing the job itself at this moment.
     """
-    deadline, refusal = time.monotonic() + outages.GIVE_UP_AFTER_S, ""
+    deadline, refusal = time.monotonic() + limits().give_up_after_s, ""
     while True:
         try:
             seen = look()
@@ -159,10 +157,10 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
             if "Only batch jobs" in refusal:  # such as one of salloc: it will be no other
                 return JobFate.UNKNOWN, refusal
             if isinstance(error, SlurmRefusedError):
-                deadline = min(deadline, time.monotonic() + ENDING_S)
+                deadline = min(deadline, time.monotonic() + limits().ending_s)
         if time.monotonic() >= deadline:
             return JobFate.UNKNOWN, refusal
-        time.sleep(outages.RETRY_EVERY_S)
+        time.sleep(limits().retry_every_s)
 
 
 _SETTLED = (JobFate.REQUEUED, JobFate.CANCELLED)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.base import logs, reading
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import DamagedFileError, JobFailedError, RequestError, nearest
+from toolkit.base.process_limits import limits
 from toolkit.base.procfs import Life
 from toolkit.checkpoint.folder import committed, step_of
 from toolkit.files import records, rundir
@@ -31,7 +32,7 @@ from toolkit.run.attempt import advice
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership, stop_request
 from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.submitted_run import ASK_SLURM_EVERY_S, FILES_LAG_S, SubmittedRun, submitter_of
+from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
 from toolkit.slurm import shared_queue, states
 from toolkit.slurm.commands import Slurm, SlurmCommands
 
@@ -41,11 +42,8 @@ if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
 log = logs.get(__name__)
 
 
-READ_FILES_EVERY_S = 0.5
 #: A local run's supervisor that cannot be seen from here, and has written no status for so long, is not waited for.
 SILENT_S = 300.0
-#: A job that Slurm is ending has ended, or is back in the queue, after this time. It is asked about this often.
-ENDING_S, LOOK_AGAIN_S = 60.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Run(SubmittedRun):
 
     async def _awaited(self) -> dict[str, Any]:
         for _ in self._looks():
-            await asyncio.sleep(READ_FILES_EVERY_S)
+            await asyncio.sleep(limits().read_files_every_s)
         return self._result()
 
     def _result(self) -> dict[str, Any]:
@@ -120,7 +118,7 @@ class Run(SubmittedRun):
         """Yield the status as a record, twice a second until the run has ended."""
         for status in self._looks():
             yield status
-            time.sleep(READ_FILES_EVERY_S)
+            time.sleep(limits().read_files_every_s)
 
     def _looks(self) -> Iterator[RunStatus]:
         """Yield the status at each call, until the run has ended.
@@ -129,18 +127,18 @@ class Run(SubmittedRun):
         all the time. All callers of this user share one answer (`toolkit.slurm.shared_queue`).
         """
         queue = shared_queue.of_user(Slurm())
-        ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+        ask_at = time.monotonic() + limits().ask_slurm_every_s
         over_since: float | None = None
         status, began = RunStatus(), time.time()
         while self.dir.result() is None:
             now, before, status = time.monotonic(), status, self.dir.status()
             # A new status proves that the supervisor lives, so the next question to Slurm can wait.
             if self.executor == "slurm" and status != before:
-                ask_at, over_since = now + ASK_SLURM_EVERY_S, None
+                ask_at, over_since = now + limits().ask_slurm_every_s, None
             # A local process is checked in each round: that costs nothing.
             if now >= ask_at or self.executor != "slurm":
-                ask_at = now + ASK_SLURM_EVERY_S
-                is_over = self.is_over(partial(queue.show_jobs, every_s=ASK_SLURM_EVERY_S))
+                ask_at = now + limits().ask_slurm_every_s
+                is_over = self.is_over(partial(queue.show_jobs, every_s=limits().ask_slurm_every_s))
                 over_since = (over_since or now) if is_over else None
             if over_since is not None:
                 self._raise_without_result(now - over_since)
@@ -227,9 +225,9 @@ class Run(SubmittedRun):
         if self.executor == "slurm":
             is_over = self._end_jobs(what, Slurm())
             # The supervisor may have left for a requeue before the request was there. It has written so then.
-            deadline = time.monotonic() + ENDING_S
+            deadline = time.monotonic() + limits().ending_s
             while is_over is None and self._has_left() and time.monotonic() < deadline:
-                time.sleep(LOOK_AGAIN_S)
+                time.sleep(limits().look_at_ending_every_s)
                 is_over = self._end_jobs(what, Slurm())
         else:
             owner = self.dir.owner()
@@ -268,9 +266,9 @@ class Run(SubmittedRun):
                 log.warning("Slurm has suspended job %s: the run stops %s", job, goes_on)
         # Slurm sends what it has suspended SIGKILL alone: its supervisor writes no result.
         if killed:
-            deadline = time.monotonic() + ENDING_S
+            deadline = time.monotonic() + limits().ending_s
             while not (is_over := self.is_over()) and time.monotonic() < deadline:
-                time.sleep(LOOK_AGAIN_S)
+                time.sleep(limits().look_at_ending_every_s)
             return is_over
         left = [status for status in answers.values() if status is not None and not status.is_over]
         if any(status.state == "COMPLETING" for status in left):
@@ -300,7 +298,7 @@ class Run(SubmittedRun):
         if not self.dir.path.is_dir():
             raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
         list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
-        wait_s = FILES_LAG_S if self.executor == "slurm" else 0.0
+        wait_s = limits().files_lag_s if self.executor == "slurm" else 0.0
         if over_for_s < wait_s or self.dir.result() is not None:
             return
         asked = stop_request.asked(self.dir)

@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.base import logs
 from toolkit.base.errors import EXIT_STOPPED, DamagedFileError
+from toolkit.base.process_limits import limits
 from toolkit.files import records
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.hang import Watchdog
@@ -51,16 +52,8 @@ from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.stop_path import Signalled, StopPath
 from toolkit.slurm.network import job_address, wildcard
 
-#: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
-ERROR_REPORTS_S = 0.5
 #: After a SIGKILL only ranks killed at the same moment are awaited: a SIGKILL is no effect of another failure.
 KILLED_TOGETHER_S = 0.05
-STATUS_EVERY_S = 0.5
-KILL_AGAIN_S = 10.0
-#: A rank that has not ended this long after a SIGKILL waits in the kernel, for a disk or a driver, perhaps for ever.
-UNKILLABLE_S = 60.0
-#: Ranks that got SIGKILL are gone after this time.
-DYING_S = 1.0
 #: Slurm is asked this often whether the job's steps are stopped: where no agent is heard, and where they are.
 ASK_STOPPED_EVERY_S, LOOK_STOPPED_EVERY_S = 15.0, 5.0
 
@@ -118,20 +111,20 @@ class AttemptLoop:
         while attempt.exit_code is None:
             now = time.monotonic()
             if attempt.kill_at is not None and now >= attempt.kill_at:
-                unkillable_at = min(unkillable_at, now + UNKILLABLE_S)
+                unkillable_at = min(unkillable_at, now + limits().unkillable_s)
                 # Again, as Slurm loses a signal for a step that its node has not started yet.
-                attempt.note_killed(now + KILL_AGAIN_S)
+                attempt.note_killed(now + limits().kill_again_s)
                 self._ranks.kill()
-                self.stops.hurry(now + DYING_S)
+                self.stops.hurry(now + limits().dying_s)
             if now >= unkillable_at and self._ranks.tells_each_end:
                 self._do_without_unkillable()
-                unkillable_at = now + UNKILLABLE_S
+                unkillable_at = now + limits().unkillable_s
             # Ranks on dead nodes will never report their end.
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._ranks.abandon()
             if now >= next_status:
                 self._do_periodic_work()
-                next_status = now + STATUS_EVERY_S
+                next_status = now + limits().status_every_s
             # Wait for the next event, but no longer than until the next status or kill.
             wake = min(next_status, attempt.kill_at or next_status)
             try:
@@ -148,7 +141,9 @@ class AttemptLoop:
         stuck = self._attempt.hosts_with_ranks - self._attempt.lost_nodes
         if stuck:
             log.error(
-                "ranks on %s do not end: SIGKILL came at least %.0f s ago", ", ".join(sorted(stuck)), UNKILLABLE_S
+                "ranks on %s do not end: SIGKILL came at least %.0f s ago",
+                ", ".join(sorted(stuck)),
+                limits().unkillable_s,
             )
         if 2 * len(stuck) <= len(self._attempt.plan.hosts):
             self._attempt.lose(stuck)
@@ -226,7 +221,7 @@ class AttemptLoop:
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 failure = RankFailure(None, socket.gethostname(), how, time.time(), out_of_memory=memory)
                 attempt.fail(failure)
-                self._kill_soon(ERROR_REPORTS_S)
+                self._kill_soon(limits().error_reports_s)
             # What agents answer, and signals to this process.
             case NodeAnswered(host, ConnectionsAnswered(addresses=addresses)):
                 for address in addresses:
@@ -280,7 +275,7 @@ class AttemptLoop:
         attempt.fail(*map(failure_of, ended.ranks))
         # An MPI launcher kills the other ranks itself, after the failure of one.
         is_cause = ended.signal == signal.SIGKILL and self._context.config.dist.backend != "mpi"
-        self._kill_soon(KILLED_TOGETHER_S if is_cause else ERROR_REPORTS_S)
+        self._kill_soon(KILLED_TOGETHER_S if is_cause else limits().error_reports_s)
 
     def _take_launch_failed(self, failed: LaunchFailed) -> None:
         attempt = self._attempt
@@ -293,13 +288,13 @@ class AttemptLoop:
         if failed.is_refused:
             words = f"Slurm refuses the step that starts the ranks: {failed.why}; {failed.advice}"
             attempt.fail(RankFailure(None, "", words, time.time(), comes_again=True))
-            self._kill_soon(ERROR_REPORTS_S)
+            self._kill_soon(limits().error_reports_s)
             return
         host = failed.host or self._context.allocation.hosts[0]
         failure = RankFailure(None, host, how, time.time(), at_launch=True)
         # Without ranks the whole step failed: note one failure without a rank.
         attempt.fail(*(replace(failure, rank=rank) for rank in failed.ranks or [None]))
-        self._kill_soon(ERROR_REPORTS_S)
+        self._kill_soon(limits().error_reports_s)
 
     def _kill_soon(self, wait_s: float) -> None:
         """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from toolkit import hang
 from toolkit.base import logs, outages
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
+from toolkit.base.process_limits import limits
 from toolkit.files import rundir
 from toolkit.files.run_files import STOPPED_PHASE, RunState
 from toolkit.run.attempt import error_files
@@ -71,7 +72,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     fate = JobFate.ABSENT
     if context.is_foreign or not has_completed(_facts(context, attempt, fate)):
         is_cancelled = context.asked() is Intent.CANCEL
-        fate = JobFate.CANCELLED if is_cancelled else context.job.state(outages.GIVE_UP_AFTER_S)
+        fate = JobFate.CANCELLED if is_cancelled else context.job.state(limits().give_up_after_s)
     if job.slurm is not None and attempt.silent_nodes:
         attempt.lose(job.unreachable(sorted(attempt.silent_nodes)))
     # Slurm may have requeued the job for a node that did not answer then, and does now.

@@ -9,6 +9,7 @@ from functools import partial
 
 from toolkit.base import hostlist, logs, outages
 from toolkit.base.errors import SlurmError
+from toolkit.base.process_limits import limits
 from toolkit.nodes.agent.messages import LeaveOrder
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
@@ -23,8 +24,6 @@ log = logs.get(__name__)
 LONGEST_STEP_TO_MOVE_S = 30.0
 #: A run with less time than this until it stops for the time limit stays, too: the next start comes soon anyway.
 LEAST_TIME_TO_MOVE_S = 300.0
-#: The controller answers with every node of the cluster, so one question is asked for the whole job, and rarely.
-ASK_DRAINED_EVERY_S = 60.0
 
 
 class NodeCare:
@@ -109,5 +108,5 @@ def for_drained_nodes(
     drained: Callable[[str], Mapping[str, str]], clock: Callable[[], float] = time.monotonic
 ) -> NodePoller:
     """Return the poller that finds the reasons by host; ``drained`` is that of `toolkit.slurm.commands`."""
-    first = clock() + ASK_DRAINED_EVERY_S  # Slurm starts no job on a drained node
-    return NodePoller(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)
+    first = clock() + limits().ask_drained_every_s  # Slurm starts no job on a drained node
+    return NodePoller(lambda hosts: drained(hostlist.compress(hosts)), limits().ask_drained_every_s, clock, first)

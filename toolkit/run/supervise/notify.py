@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 from toolkit import config as configs
 from toolkit.base import logs, reading
 from toolkit.base.errors import ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log, start_child
 from toolkit.nodes.start.foreign import without_snapshot
 from toolkit.slurm.environment import submit_environment
-
-#: The job holds its nodes meanwhile, and a job that is being cancelled has only KillWait, 30 s by default.
-LIMIT_S = 30.0
 
 log = logs.get(__name__)
 
@@ -44,9 +42,9 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
             command, environ, end_by=signal.SIGKILL, stdin=result_file, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        code = process.wait(LIMIT_S)
+        code = process.wait(limits().notice_s)
     except subprocess.TimeoutExpired:
-        return f"was not done after {LIMIT_S:g} s and is killed; its output: {output.name}"
+        return f"was not done after {limits().notice_s:g} s and is killed; its output: {output.name}"
     finally:
         with contextlib.suppress(ProcessLookupError):  # also what it has left in the background
             os.killpg(process.pid, signal.SIGKILL)

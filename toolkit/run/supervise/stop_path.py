@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from queue import Empty
 
 from toolkit.base import logs
+from toolkit.base.process_limits import limits
 from toolkit.files.run_files import RunState
 from toolkit.nodes.start.launcher import RunningRanks, Store
 from toolkit.run.attempt.attempt import Attempt
@@ -21,10 +22,6 @@ from toolkit.run.supervise.context import Context
 
 #: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
 VERDICT_S = 5.0
-#: From the request to stop until the ranks are killed. They exit by themselves after FORCE_AFTER_S of ranks/session.py.
-STOP_LIMIT_S = 150.0
-#: A foreign script gets this long after SIGTERM at least, where Slurm leaves that.
-FOREIGN_STOP_LIMIT_S = 30.0
 
 log = logs.get(__name__)
 
@@ -108,7 +105,7 @@ class StopPath:
         if context.is_foreign and stop is not Stop.CANCEL:
             attempt.spare_for(self._left_s(stop))
         else:
-            attempt.kill_within(STOP_LIMIT_S)
+            attempt.kill_within(limits().stop_s)
 
     def _left_s(self, stop: Stop) -> float:
         """Return how long a script may take to save.
@@ -120,7 +117,7 @@ class StopPath:
         left_s = job.left_s() - VERDICT_S
         if job.is_ending():
             return max(left_s, self._until_kill_s())
-        return left_s if stop is Stop.CLOCK else min(left_s, max(reserved_s, FOREIGN_STOP_LIMIT_S))
+        return left_s if stop is Stop.CLOCK else min(left_s, max(reserved_s, limits().foreign_stop_s))
 
     def _until_kill_s(self) -> float:
         """Return the seconds from Slurm's SIGTERM until its SIGKILL, less the time that the verdict takes."""

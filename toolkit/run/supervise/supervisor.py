@@ -16,6 +16,7 @@ from contextlib import suppress
 from toolkit import config as configs
 from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RequestError, ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -37,10 +38,6 @@ from toolkit.run.supervise.node_care import NodeCare
 from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
-
-#: Pause before a restart after an attempt that made no step. It doubles after each further one, up to the second value.
-#: A file system that is away for some seconds must not use up all restarts, which take only a second each.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 REQUEST_EVERY_S = 0.5
 
@@ -151,7 +148,7 @@ class Supervisor:
             attempt = self._new_attempt(plan)
             # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
             tries = self._attempts_without_step
-            pause_s = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S) if tries else 0.0
+            pause_s = min(limits().first_pause_s * 2 ** (tries - 1), limits().longest_pause_s) if tries else 0.0
             if stopped_in_pause(self._context, attempt, pause_s):
                 attempt.end(EXIT_STOPPED)
             else:

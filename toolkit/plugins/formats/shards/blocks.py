@@ -21,15 +21,12 @@ from functools import lru_cache
 import numpy as np
 
 from toolkit.base.errors import JobFailedError
+from toolkit.base.process_limits import limits
 from toolkit.data.permutation import SORTED_MAX, Indices, hash64, items, order
 from toolkit.plugins.formats.shards.index import OpenBlock, ShardFormat, ShardIndex
 
 #: Threads that read and decode blocks. Reads of several blocks at once keep a disk busy, and decoding frees the GIL.
 READERS = 4
-#: Blocks that are read ahead of their use.
-AHEAD = 4
-#: An open block is dropped when so many samples were read since a sample of it was.
-KEPT_SAMPLES = 1024
 
 
 class BlockReader:
@@ -46,7 +43,7 @@ class BlockReader:
 
     def keep(self, samples: int) -> None:
         """Keep each block until ``samples`` others were read, or a few more."""
-        self._kept = max(samples, KEPT_SAMPLES)
+        self._kept = max(samples, limits().kept_samples)
 
     def read_ahead(self, needed: Sequence[int], following: Sequence[int]) -> None:
         """Begin to read the blocks ``needed`` next and the first of those ``following``. Drop others begun before.
@@ -55,14 +52,14 @@ class BlockReader:
         the disk would have nothing to do between.
         """
         self._forget_parent()
-        wanted = [*needed, *following[:AHEAD]]
+        wanted = [*needed, *following[: limits().blocks_read_ahead]]
         begun = {number: read for number, read in self._coming.items() if number in {*needed, *following}}
         for number, read in self._coming.items():
             if number not in begun:
                 read.cancel()
         new = [number for number in wanted if number not in self._open and number not in begun]
         self._coming = begun | {number: self._readers.submit(self._loaded, number) for number in new}
-        for number in following[AHEAD:]:
+        for number in following[limits().blocks_read_ahead :]:
             if number not in self._asked:
                 self._readers.submit(self._ask, number)
         self._asked = {*following}

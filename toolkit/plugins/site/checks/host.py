@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from toolkit.base import fsio
+from toolkit.base.process_limits import limits
 from toolkit.plugins.site.checks import Finding, ok
 
 #: TCPStore looks up its peers' addresses, and each rank waits for that.
@@ -121,8 +122,6 @@ def cpu_quotas(groups: str, root: Path = CGROUPS) -> Iterator[float]:
             folder = folder.parent
 
 
-#: With NFS a node may see a new file this much later than the node that wrote it.
-SEEN_WITHIN_S = 3.0
 #: The file with the caller's token.
 TOKEN = "token"
 #: The figure of a shared folder that is the same here.
@@ -132,12 +131,12 @@ BAD_BYTES, WARNING_BYTES = 100 * 2**20, 2**30
 BAD_INODES, WARNING_INODES = 100, 10_000
 
 
-def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WITHIN_S) -> Finding:
+def check_shared(folder: Path, token: str, node: str) -> Finding:
     """Check that the caller's token can be read in ``folder``, and leave an answer there.
 
     The caller reads the answer.
     """
-    wrong = _reading(folder, token, within_s)
+    wrong = _reading(folder, token, limits().file_seen_within_s)
     if wrong is None:
         try:
             fd = os.open(folder / node, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -151,7 +150,7 @@ def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WIT
     return ok("shared folder", SAME) if wrong is None else Finding("shared folder", "bad", "bad", wrong)
 
 
-def read_soon(path: Path, wanted: str, within_s: float = SEEN_WITHIN_S) -> str | None:
+def read_soon(path: Path, wanted: str, within_s: float) -> str | None:
     """Return the text of ``path`` when it is ``wanted``, at the latest after ``within_s``.
 
     Returns None if there is no such file. Raises OSError for all other errors.

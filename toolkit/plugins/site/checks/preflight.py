@@ -21,25 +21,20 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from toolkit.base import fsio, logs
+from toolkit.base.process_limits import limits
 from toolkit.base.this_node import bare_python
 from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import Events
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding
-from toolkit.plugins.site.checks.host import SEEN_WITHIN_S, TOKEN, read_soon
+from toolkit.plugins.site.checks.host import TOKEN, read_soon
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
 from toolkit.plugins.site.gpu_speeds import slow_nodes
 from toolkit.run.attempt import verdict
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import is_being_ended
 
-#: A node that has not answered within this time is unknown.
-LIMIT_S = 30.0
-#: Once all nodes that ranks are to start on have answered, the spares get this much longer.
-SPARES_LIMIT_S = 2.0
-#: The limit of the caller's own work on the shared folder.
-FOLDER_LIMIT_S = 4.0
 log = logs.get(__name__)
 T = TypeVar("T")
 
@@ -51,9 +46,8 @@ def report_on_nodes(
     events: Events,
     *,
     spares: Collection[str] = (),
-    limit_s: float = LIMIT_S,
 ) -> NodesReport:
-    """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a sick node.
+    """Have every node of ``job`` checked by its agent. Raises nothing for a sick node.
 
     ``folder`` is the run's, on the file system that all nodes share. ``spares`` are those of the nodes that need not
     answer. ``events`` is the queue of the agents' events. Any other event, such as a signal, ends the wait, and is in
@@ -73,7 +67,7 @@ def report_on_nodes(
         }
         orders = {host: CheckOrder(command_of[need]) for host, need in zip(hosts, needs, strict=True)}
         number = agents.request(orders, events)
-        nodes, errors = _listen(hosts, {*spares}, events, began + limit_s)
+        nodes, errors = _listen(hosts, {*spares}, events, began + limits().check_nodes_s)
         agents.withdraw(number)
         shared.read_answers(nodes)
         return judge(nodes, time.monotonic() - began, errors, job.by_component)
@@ -94,7 +88,7 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
     while awaited:
         # Only spares are missing: ranks can start without them.
         if awaited <= spares < nodes.keys():
-            deadline = min(deadline, time.monotonic() + SPARES_LIMIT_S)
+            deadline = min(deadline, time.monotonic() + limits().spares_checked_s)
             spares = set(nodes)  # the deadline is set once
         try:
             event = events.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -134,7 +128,7 @@ class SharedFolder:
     def prepare(self) -> str | None:
         """Write the token; return what prevented it, or None."""
         try:
-            _within(FOLDER_LIMIT_S, self._write)
+            _within(limits().check_folder_s, self._write)
         except OSError as error:
             return f"{self.path.parent}: cannot be written to from {socket.gethostname()}: {error.strerror or error}"
         return None
@@ -146,7 +140,7 @@ class SharedFolder:
     def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Add a finding to each node whose file is not visible here."""
         try:
-            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen(nodes))
+            unseen = _within(limits().check_folder_s, lambda: self._unseen(nodes))
         except OSError:  # it hangs here, since the request
             unseen = set()
         text = (
@@ -162,7 +156,7 @@ class SharedFolder:
 
         With thousands of nodes a look at each file would take seconds.
         """
-        deadline = time.monotonic() + SEEN_WITHIN_S
+        deadline = time.monotonic() + limits().file_seen_within_s
         listed, unseen = {path.name for path in self.path.iterdir()}, set[str]()
         for node in nodes:
             found = [finding.severity for finding in node.findings or () if finding.check == "shared folder"]
@@ -175,7 +169,7 @@ class SharedFolder:
     def remove(self) -> None:
         """Remove the folder. An error is ignored: it is a few bytes in the run folder."""
         with contextlib.suppress(OSError):
-            _within(FOLDER_LIMIT_S, lambda: fsio.remove_tree(self.path))
+            _within(limits().check_folder_s, lambda: fsio.remove_tree(self.path))
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
