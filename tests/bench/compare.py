@@ -69,14 +69,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: every kept file that has such figures")
     parser.add_argument("--fresh", type=Path, help="a folder with results, which gets those that are missing")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="the folder of the results to compare with")
     args = parser.parse_args()
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(args.kept.glob("*.json"))}
     names = args.names or [name for name, kept in found.items() if any("better" in row for row in kept["rows"])]
     is_worse = False
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             if name not in found:
-                parser.error(f"there is no {KEPT / name}.json; there are: {', '.join(found)}")
+                parser.error(f"there is no {args.kept / name}.json; there are: {', '.join(found)}")
             # Each name is measured only when its turn comes: a bench takes minutes.
             seen = list(changes(found[name], measured(found[name], (args.fresh or Path(folder)) / f"{name}.json")))
             print(f"{name}: {'as on ' + found[name]['date'] if not seen else ''}".rstrip(": "))

@@ -339,11 +339,11 @@ def in_order(rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [rows[name] for name in names if name in rows]
 
 
-def versions(python: str) -> dict[str, str]:
-    """Return the versions of PACKAGES that a Python has."""
+def versions(python: str, names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of packages that a Python has."""
     code = "from importlib.metadata import distributions\nfor each in distributions(): print(each.name, each.version)"
     lines = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {name: version for name, version in (line.split() for line in lines) if name in PACKAGES}
+    return {name: version for name, version in (line.split() for line in lines) if name in names}
 
 
 def main() -> None:

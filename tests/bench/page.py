@@ -14,6 +14,7 @@ import operator
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.bench import record
@@ -86,10 +87,10 @@ def figure(found: Row) -> str:
     return f"{number(found['median'])} ({number(found['least'])} to {number(found['most'])})"
 
 
-def goal(file: str, row: Row) -> str:
+def goal(row: Row) -> str:
     """Return a row's goal, and whether the row missed it; nothing without a goal."""
     words, missed = [], False
-    for part in filter(None, GOALS.get(file, {}).get(row["name"], "").split(", ")):
+    for part in filter(None, row.get("goal", "").split(", ")):
         which, sign, limit = part.split()
         found = row["ratio"]["median"] if which == "ratio" else row[which]
         missed |= not COMPARE[sign](found, float(limit))
@@ -110,13 +111,13 @@ def times(row: Row) -> str:
     return f"{figure(row['ratio'])} times {row['ratio']['to']}" if "ratio" in row else ""
 
 
-def listed(file: str, rows: Sequence[Row]) -> str:
+def listed(rows: Sequence[Row]) -> str:
     """Return a line for each row."""
-    lines = [[row["name"], f"{figure(row)} {row['unit']}".strip(), times(row), goal(file, row)] for row in rows]
+    lines = [[row["name"], f"{figure(row)} {row['unit']}".strip(), times(row), goal(row)] for row in rows]
     return table(["measure", "median (least to most)", "beside", "goal"], lines)
 
 
-def crossed(file: str, rows: Sequence[Row], first: str = "") -> str:
+def crossed(rows: Sequence[Row], first: str = "") -> str:
     """Return a table of rows that are called ``LINE: COLUMN``."""
     cells = {tuple(row["name"].rsplit(": ", 1)): row for row in rows}
     columns = dict.fromkeys(column for _, column in cells)
@@ -129,46 +130,47 @@ def crossed(file: str, rows: Sequence[Row], first: str = "") -> str:
     lines = []
     for name in dict.fromkeys(line for line, _ in cells):
         of_line = [cells.get((name, column)) for column in columns]
-        lines.append([name, *(cell(file, row) for row in of_line)])
+        lines.append([name, *(cell(row) for row in of_line)])
     return table([first, *heads], lines)
 
 
-def cell(file: str, row: Row | None) -> str:
+def cell(row: Row | None) -> str:
     """Return the value of a row, its ratio and its goal."""
     if row is None:
         return ""
     value = f"{number(row['median'])}; {figure(row['ratio'])} x" if "ratio" in row else figure(row)
-    parts = [value, goal(file, row)]
+    parts = [value, goal(row)]
     return "; ".join(filter(None, parts))
 
 
-def results(file: str) -> str:
+def results(file: Path, goals: Mapping[str, str]) -> str:
     """Return the command of a file, what its values depend on, and its rows."""
-    if not (KEPT / f"{file}.json").exists():
+    if not file.exists():
         return "Not measured yet."
-    kept = json.loads((KEPT / f"{file}.json").read_text())
+    kept = json.loads(file.read_text())
     machine, torch = kept["machine"], kept["versions"]["torch"]
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, load {machine['load']:g}"
     head = f"```console\n$ {kept['command']}\n```\n\n{kept['date']}, commit {kept['commit']}, {where}, torch {torch}.\n"
-    picture = [f"\n![{file}, drawn](benchmarks/{file}.svg)"] if (KEPT / f"{file}.svg").exists() else []
-    return "\n".join([head, *_tables(file, kept["rows"]), *picture])
+    picture = [f"\n![{file.stem}, drawn](benchmarks/{file.stem}.svg)"] if file.with_suffix(".svg").exists() else []
+    rows = [{**row, "goal": goals.get(row["name"], "")} for row in kept["rows"]]
+    return "\n".join([head, *_tables(rows, only_goals=file.stem == "scale"), *picture])
 
 
-def _tables(file: str, rows: Sequence[Row]) -> Iterator[str]:
+def _tables(rows: Sequence[Row], only_goals: bool) -> Iterator[str]:
     if "outcomes" in rows[0]:
         yield failures(rows)
         return
     cells = [row for row in rows if ": " in row["name"]]
     lines = [row for row in rows if ": " not in row["name"]]
-    if file == "scale":
-        yield listed(file, [row for row in rows if goal(file, row)])
+    if only_goals:
+        yield listed([row for row in rows if row["goal"]])
         return
     if cells:
-        yield crossed(file, cells)
+        yield crossed(cells)
     if cells and lines:
         yield ""
     if lines:
-        yield listed(file, lines)
+        yield listed(lines)
 
 
 def failures(rows: Sequence[Row]) -> str:
@@ -199,21 +201,24 @@ def outcome(rounds: Sequence[Row]) -> str:
     return words if len(back) == len(rounds) else f"{len(back)} of {len(rounds)}: {words}"
 
 
-def curve(name: str) -> str:
+def curve(file: Path, name: str) -> str:
     """Return the table of one curve."""
-    rows = [row for row in record.rows_of(KEPT / "scale.json").values() if row["curve"] == name]
+    rows = [row for row in record.rows_of(file).values() if row["curve"] == name]
     if not rows:
         return "Not measured yet."
     short = [{**row, "name": f"{row['size']:,}: {row['column']}"} for row in rows]
-    return crossed("", short, rows[0]["sizes"])
+    return crossed(short, rows[0]["sizes"])
 
 
-def fresh(text: str) -> str:
+def fresh(text: str, kept: Path = KEPT, goals: Mapping[str, Mapping[str, str]] = GOALS) -> str:
     """Return a page with its tables written anew."""
 
     def between(match: re.Match[str]) -> str:
         kind, name = match.groups()
-        made = {"results": results, "curve": curve}[kind](name)
+        if kind == "curve":
+            made = curve(kept / "scale.json", name)
+        else:
+            made = results(kept / f"{name}.json", goals.get(name, {}))
         return f"<!-- {kind}: {name} -->\n{made}\n<!-- end -->"
 
     return MARK.sub(between, text)

@@ -95,9 +95,8 @@ def test_a_comparison_ends_with_1_where_something_is_worse(
     for folder, ratio in ((kept, 1.0), (fresh, 2.0)):
         folder.mkdir()
         (folder / "steps.json").write_text(json.dumps(rows(ratio)))
-    monkeypatch.setattr(compare, "KEPT", kept)
     for folder, code in ((fresh, 1), (kept, 0)):
-        monkeypatch.setattr(sys, "argv", ["compare", "steps", "--fresh", str(folder)])
+        monkeypatch.setattr(sys, "argv", ["compare", "steps", "--kept", str(kept), "--fresh", str(folder)])
         assert compare.main() == code
     assert capsys.readouterr().out.splitlines() == [
         "steps",
@@ -112,15 +111,12 @@ def kept_file(folder: Path, *made: Mapping[str, Any]) -> Path:
     return folder / "kept.json"
 
 
-def test_the_table_of_a_page_has_the_rows_and_a_goal_that_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page, "KEPT", tmp_path)
-    monkeypatch.setattr(page, "GOALS", {"kept": {"a step": "ratio <= 1.5, most <= 9", "fsdp: kept": "median >= 3"}})
+def test_the_table_of_a_page_has_the_rows_and_a_goal_that_is_missed(tmp_path: Path) -> None:
+    goals = {"kept": {"a step": "ratio <= 1.5, most <= 9", "fsdp: kept": "median >= 3"}}
     cells = [record.row("ddp: kept", [4.0], "MiB"), record.row("fsdp: kept", [2.0], "MiB", to=[4.0], peer="ddp's")]
     kept_file(tmp_path, record.row("a step", [2.0, 6.0, 4.0], "ms", to=[1.0, 3.0, 2.0], peer="torch's"), *cells)
-    text = page.fresh("before\n<!-- results: kept -->\nold\n<!-- end -->\nafter\n")
-    assert text == page.fresh(text)
+    text = page.fresh("before\n<!-- results: kept -->\nold\n<!-- end -->\nafter\n", tmp_path, goals)
+    assert text == page.fresh(text, tmp_path, goals)
     assert text.startswith("before\n<!-- results: kept -->\n```console\n$ python -m tests.")
     assert text.endswith(
         "|  | kept, MiB (x: times ddp's) |\n| --- | --- |\n| ddp | 4 |\n| fsdp | 2; 0.5 x; ≥ 3: **missed** |\n\n"
@@ -157,9 +153,8 @@ def test_a_round_that_does_not_come_back_is_counted() -> None:
     assert page.failures([row]) == "| fault | ours |\n| --- | --- |\n| rank | 1 of 2: 5.0 s, 1 lost |"
 
 
-def test_the_versions_of_the_peers_are_those_of_their_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "PACKAGES", ("torch", "none"))
-    assert failures.versions(sys.executable) == {"torch": metadata.version("torch")}
+def test_the_versions_of_the_peers_are_those_of_their_python() -> None:
+    assert failures.versions(sys.executable, ("torch", "none")) == {"torch": metadata.version("torch")}
 
 
 def test_every_goal_is_one_of_a_row_that_was_measured() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import resource
 import socket
 import threading
@@ -68,7 +69,14 @@ def test_an_own_name_that_means_only_loopback_gives_the_interface_others_can_rea
 def test_an_own_name_on_a_machine_without_a_way_out_gives_lo(monkeypatch: pytest.MonkeyPatch) -> None:
     debian = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: debian)
-    monkeypatch.setattr(network, "_ELSEWHERE", (socket.AF_INET, "not an address"))
+
+    class NoWayOut(socket.socket):
+        def connect(self, address: Any) -> None:
+            if not address[0].startswith("127."):
+                raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+            super().connect(address)
+
+    monkeypatch.setattr(socket, "socket", NoWayOut)
     assert interface_for("mynode").name == "lo"
 
 
