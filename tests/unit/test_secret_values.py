@@ -26,7 +26,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("API_TOKEN", secret_values.NAMES_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(secret_values, "_GIVEN", {})
+    monkeypatch.setattr(secret_values, "_given", {})
     path = tmp_path / "token"
     path.write_text(f"{VALUE}\n")
     path.chmod(0o600)
@@ -146,7 +146,7 @@ def test_output_log_and_error_file_of_a_rank_mask_its_secrets(
 
 
 def test_a_secret_of_eight_characters_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret_values, "_GIVEN", {"KEY": "12345678", "SHORT": "1234567"})
+    monkeypatch.setattr(secret_values, "_given", {"KEY": "12345678", "SHORT": "1234567"})
     monkeypatch.delenv(secret_values.NAMES_VARIABLE, raising=False)
     assert secret_values.masked("12345678") == "[secret KEY]"
 

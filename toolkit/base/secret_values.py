@@ -29,7 +29,7 @@ MOST_BYTES = 128 * 1024 - 1024
 MASKED_LENGTH = 8
 #: The secrets of this process, a rank, by name; only `give_to_rank` changes it. The values are kept because a program
 #: may take a secret out of its environment, and print it later.
-_GIVEN: dict[str, str] = {}
+_given: dict[str, str] = {}
 #: Variables that the toolkit, Slurm or Python sets for a rank.
 _TAKEN = re.compile(
     r"(SLURMD?|SBATCH|SRUN|TOOLKIT|TORCHELASTIC|LD|PMIX?|OMPI)_.*|PYTHON.*|MASTER_(ADDR|PORT)|(\w+_)?RANK"
@@ -67,8 +67,8 @@ def give_to_rank(secrets: Mapping[str, str]) -> None:
     """
     if not secrets:
         return
-    _GIVEN.update({name: _read(name, source) for name, source in secrets.items()})
-    os.environ.update({name: _GIVEN[name] for name in secrets})
+    _given.update({name: _read(name, source) for name, source in secrets.items()})
+    os.environ.update({name: _given[name] for name in secrets})
     os.environ[NAMES_VARIABLE] = ",".join(secrets)
     for stream in (sys.stdout, sys.stderr):
         _mask_stream(stream)
@@ -80,7 +80,7 @@ def masked(text: str) -> str:
     Those in the environment count, too: a process that a rank has started was given none itself.
     """
     names = filter(None, os.environ.get(NAMES_VARIABLE, "").split(","))
-    return _mask(text, {*_GIVEN.items(), *((name, os.environ.get(name, "")) for name in names)})
+    return _mask(text, {*_given.items(), *((name, os.environ.get(name, "")) for name in names)})
 
 
 def masked_of(secrets: Mapping[str, str], text: str) -> str:

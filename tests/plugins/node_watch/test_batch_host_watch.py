@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,7 @@ def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
     world.slurm._set(world.slurm._one(world.job), node_list="node2")
     code = f"""
 import os, signal, threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.plugins.node_watch import batch_host_watch
@@ -200,8 +202,8 @@ def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
 
     monkeypatch.setattr(fsio, "write_atomic", full)
     monkeypatch.setattr(BatchHostWatch, "look", lambda _: "node1 is gone")
-    monkeypatch.setattr(batch_host_watch, "_END_SIGNALS", set())
-    batch_host_watch.watch_batch_host(world.watched, world.slurm)
+    with ThreadPoolExecutor(1) as pool:  # it blocks SIGTERM, of its thread
+        pool.submit(batch_host_watch.watch_batch_host, world.watched, world.slurm).result()
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node1"})

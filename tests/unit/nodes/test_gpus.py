@@ -183,13 +183,10 @@ def test_without_a_gpu_the_program_prints_nothing() -> None:
     ],
     ids=["whole", "nothing", "cut off", "an object", "no CPU", "deep"],
 )
-def test_the_agent_hears_what_the_program_prints(
-    monkeypatch: pytest.MonkeyPatch, program: str, expected: list[list[int]]
-) -> None:
+def test_the_agent_hears_what_the_program_prints(program: str, expected: list[list[int]]) -> None:
     played: Any = None
     agent = node.Agent(played, b"", ("here", 1), played, None)
-    monkeypatch.setattr(node, "GPUS_COMMAND", (sys.executable, "-I", "-S", "-c", program))
-    agent._helpers.ask(node.GPUS_COMMAND, agent._processes.take_gpus)
+    agent._helpers.ask((sys.executable, "-I", "-S", "-c", program), agent._processes.take_gpus)
     end = time.monotonic() + 30
     while agent._selector.get_map() and time.monotonic() < end:
         for key, _ in agent._selector.select(1):
