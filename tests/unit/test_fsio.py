@@ -108,8 +108,8 @@ def refuse(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_loss_that_is_no_number_becomes_null_however_deep_it_lies(tmp_path: Path, bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e305, -1e305])
+def test_a_diverged_loss_becomes_null_however_deep_it_lies(tmp_path: Path, bad: float) -> None:
     value = {"a": bad, "b": [1.5, (bad, {"c": bad})], "d": "nan", "e": True, "f": 3}
     expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "nan", "e": True, "f": 3}
     fsio.write_json(tmp_path / "file", value)

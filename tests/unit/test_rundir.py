@@ -190,7 +190,7 @@ def test_a_status_of_another_shape_is_refused(tmp_path: Path, text: str) -> None
 def test_a_result_that_does_not_fit_is_refused(tmp_path: Path, text: str) -> None:
     run = rundir.create("name", tmp_path)
     (run.path / "result.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DamagedFileError, match=r"result\.json cannot be read: .*; mend it, or move it away"):
+    with pytest.raises(DamagedFileError, match=r"result\.json cannot be read: .*; fix it, or move it away"):
         run.result()
 
 
@@ -498,7 +498,7 @@ def test_a_key_that_does_not_fit_is_named_with_its_file(run: RunDir, name: str, 
         put(run, name, {**example, key: {"a": json.loads("[" * 99 + "]" * 99)}})
     line = ", line 1," if name.endswith("l") else ""
     with pytest.raises(
-        DamagedFileError, match=f"^{run.path / name}{line} cannot be read: {key}.*; mend it, or move it away$"
+        DamagedFileError, match=f"^{run.path / name}{line} cannot be read: {key}.*; fix it, or move it away$"
     ):
         read(run)
 

@@ -15,7 +15,6 @@ def in_units(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    # From the first that is not 0 on.
     while len(units) > 1 and not units[0][0]:
         del units[0]
     return " ".join(f"{count} {unit}" for count, unit in units[:2] if count) or "0 s"

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -30,14 +29,14 @@ _log = logging.getLogger("toolkit.base.fsio")
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600
-
-
 #: Names the umask that the user's processes had before :func:`keep_private`.
 UMASK_VARIABLE = "TOOLKIT_UMASK"
+#: No file of a run has a larger figure: sums of such would be infinite.
+FIGURES = 1e300
 
 
 def make_dir(path: Path, parents: int | None = None) -> Path:
-    """Create ``path`` and its missing parents, each 0700. An existing folder is left alone.
+    """Create ``path`` and its missing parents, each 0700. An existing folder stays as it is.
 
     ``parents`` is the most that may be missing; FileNotFoundError if more are. In a run folder whose file system is
     unmounted, all would be created on the disk below, and what is written there would be lost when it is mounted again.
@@ -58,10 +57,7 @@ def make_new_dir(path: Path) -> None:
 
 
 def expand(path: str | Path) -> Path:
-    """Return ``path`` with ``~`` replaced by the home folder.
-
-    Returns it unchanged if there is no home folder, or no such user.
-    """
+    """Return ``path`` with ``~`` replaced by the home folder; unchanged without one, or without such a user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -164,11 +160,10 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
 
 
 @contextlib.contextmanager
-def unchanged_on_error(*paths: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def unchanged_on_error(*paths: Path, unless: Callable[[], bool]) -> Iterator[None]:
     """Restore ``paths`` if the block fails; a path that did not exist is removed.
 
-    That needs no room: what failed may be a disk that is full by now. Where ``unless`` says so they are another
-    process's by now, and stay.
+    That needs no room: the disk may be full. Where ``unless`` says so they are another process's by now, and stay.
     """
     kept = {path: path.with_name(f".{path.name}.kept-{secrets.token_hex(4)}") for path in paths}
     try:
@@ -190,23 +185,15 @@ def unchanged_on_error(*paths: Path, unless: Callable[[], bool] = lambda: False)
         copy.unlink(missing_ok=True)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Write the new file ``path``, flushed to disk. Raises FileExistsError if it exists, even half-written."""
-    write_stream(path, [content])
-
-
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Write ``value`` as indented JSON with a final newline, by :func:`write_atomic`.
-
-    NaN and infinities become null.
-    """
+    """Write ``value`` as indented JSON, by :func:`write_atomic`. What :func:`finite` leaves out becomes null."""
     write_atomic(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n", durable=durable)
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with None for each float that JSON lacks. A diverged loss must not make a file unreadable."""
+    """Return ``value`` with None for each float beyond FIGURES. A diverged loss must not make a file unreadable."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if -FIGURES < value < FIGURES else None
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -220,7 +207,7 @@ def json_line(value: Any) -> bytes:
 def append_json_line(path: Path, value: Any) -> None:
     """Append ``value`` as one JSON line, flushed to disk; all of it or nothing. NaN is as in :func:`write_json`.
 
-    A last line that a crash has cut off is removed: nobody was told that it was written.
+    A last line that a crash has cut off is removed: its writing was never reported.
     """
     line = json_line(value)
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -336,30 +323,26 @@ def make_private_and_sync(path: Path) -> None:
 
 
 def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Callable[[], None] = lambda: None) -> None:
-    """Write the new file ``path`` from ``chunks`` and flush it to disk. Raises FileExistsError if it exists.
+    """Write the new file ``path`` from ``chunks`` and flush it to disk. Raises FileExistsError, even for half a file.
 
     ``flushed`` is called each time a piece of it is on the disk. For files inside a folder that is renamed when it is
     complete: a half-written one has no reader.
     """
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         on_disk = 0
-        for piece in _pieces(chunks):
-            file.write(piece)
-            if file.tell() - on_disk >= limits().written_piece_bytes:
-                file.flush()
-                os.fdatasync(file.fileno())
-                on_disk = file.tell()
-                flushed()
+        piece_bytes = limits().written_piece_bytes
+        for chunk in chunks:
+            whole = memoryview(chunk)
+            for start in range(0, len(whole), piece_bytes):
+                file.write(whole[start : start + piece_bytes])
+                if file.tell() - on_disk >= piece_bytes:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    on_disk = file.tell()
+                    flushed()
         file.flush()
         os.fsync(file.fileno())
     flushed()
-
-
-def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    for chunk in chunks:
-        whole = memoryview(chunk)
-        for start in range(0, len(whole), limits().written_piece_bytes):
-            yield whole[start : start + limits().written_piece_bytes]
 
 
 def remove_tree(path: Path) -> None:
@@ -404,7 +387,7 @@ class PatientFile:
         """Hand over to the kernel what it takes. The rest is offered again at the next flush."""
         try:
             while self._pending:
-                # At its place in the file, so that a retry goes on from the same byte.
+                # At its place in the file, so that a retry continues at the same byte.
                 written = os.pwrite(self._fd, self._pending, self._on_disk)
                 del self._pending[:written]
                 self._on_disk += written

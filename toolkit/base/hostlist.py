@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from math import prod
 
 from toolkit.base.errors import RequestError
@@ -19,8 +18,8 @@ from toolkit.base.errors import RequestError
 #: A longer list is a typing error, and expanding it would use up the login node's memory.
 MAX_HOSTS = 1_000_000
 
-_SEPARATORS = re.compile(r"[\s,]*")
-_ENTRY = re.compile(r"[^\s,\[\]]*(?:\[[^\[\]]*\][^\s,\[\]]*)*")
+#: An entry with the separators before it, commas or blanks. Those in brackets are none. Matches the empty text, too.
+_ENTRY = re.compile(r"[\s,]*([^\s,\[\]]*(?:\[[^\[\]]*\][^\s,\[\]]*)*)")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 #: Python refuses to convert numbers of more than 4,300 digits.
 _RANGE = re.compile(r"([0-9]{1,4000})(?:-([0-9]{1,4000}))?")
@@ -29,16 +28,20 @@ _COUNT = re.compile(r"([0-9]{1,4000})(?:\(x([0-9]{1,4000})\))?")
 
 
 def expand(text: str) -> list[str]:
-    """Return the names in ``text`` in the order of ``scontrol show hostnames``.
-
-    Raises `RequestError` that names text and position.
-    """
+    """Return the names in ``text``. Raises `RequestError` that names text and position."""
     hosts: list[str] = []
-    for start, entry in _entries(text):
+    end = 0
+    while match := _ENTRY.match(text, end):
+        start, entry, end = match.start(1), match[1], match.end()
+        # The pattern stops at a bracket only if it has no partner.
+        if end < len(text) and text[end] in "[]":
+            raise _error(text, end, "this bracket has no partner" if text[end] == "]" else "this bracket never closes")
+        if not entry:
+            break
         if "[" in entry:
             brackets = [_parse_bracket(text, start + m.start(1), m[1]) for m in _BRACKET.finditer(entry)]
-            if prod(map(len, brackets)) > MAX_HOSTS:
-                raise _error(text, start, f"{entry!r} stands for more than {MAX_HOSTS} hosts")
+            if len(hosts) + prod(map(len, brackets)) > MAX_HOSTS:
+                raise _error(text, start, f"with {entry!r} there are more than {MAX_HOSTS} hosts")
             # The last bracket runs fastest. Of those before it the first does, as in Slurm's ``_push_range_list``.
             *literals, before_last, tail = _BRACKET.split(entry)[::2]
             *outer, last = brackets
@@ -56,22 +59,34 @@ def compress(names: Iterable[str]) -> str:
 
     Joins only neighbors in the list: a sorted list would be shorter, and would renumber the nodes.
     """
-    groups: list[_Group] = []
+    # By prefix, and for each run of numbers the first, the last and the width. A name without a number has no runs.
+    groups: list[tuple[str, list[tuple[int, int, int]]]] = []
     for name in names:
         if not name or any(character in "[]," or character.isspace() for character in name):
             raise RequestError(f"{name!r} is not a host name: a list to compress holds one plain name per entry")
         match = _NUMBERED.fullmatch(name)
-        if match is None:
-            host = _NumberRange(name)
-        else:
-            number = int(match[2])
-            host = _NumberRange(match[1], number, number, len(match[2]))
+        prefix, runs = (name, []) if match is None else (match[1], [(int(match[2]), int(match[2]), len(match[2]))])
         # Names with the same prefix and a number share one pair of brackets; all others stand alone.
-        if groups and host.width and groups[-1].prefix == host.prefix and groups[-1].runs[-1].width:
-            groups[-1].add(host)
+        if not (runs and groups and groups[-1][0] == prefix and groups[-1][1]):
+            groups.append((prefix, runs))
+            continue
+        (number, _, digits), before = runs[0], groups[-1][1]
+        low, high, width = before[-1]
+        # n9 and n10 join; n9 and n010 do not, as the padding would change.
+        if number == high + 1 and len(str(number).zfill(width)) == digits:
+            before[-1] = low, number, width
         else:
-            groups.append(_Group(host.prefix, [host]))
-    return ",".join(map(str, groups))
+            before += runs
+    return ",".join(_bracketed(prefix, runs) for prefix, runs in groups)
+
+
+def _bracketed(prefix: str, runs: list[tuple[int, int, int]]) -> str:
+    ranges = []
+    for low, high, width in runs:
+        ranges.append(str(low).zfill(width) + (f"-{str(high).zfill(width)}" if high > low else ""))
+    if len(ranges) == 1 and "-" not in ranges[0]:
+        return prefix + ranges[0]
+    return f"{prefix}[{','.join(ranges)}]" if ranges else prefix
 
 
 def expand_counts(text: str) -> list[int]:
@@ -97,86 +112,24 @@ def compress_counts(counts: Iterable[int]) -> str:
     return ",".join(str(count) if repeats == 1 else f"{count}(x{repeats})" for count, repeats in runs)
 
 
-def _entries(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the entries, separated by commas or blanks, with their positions. Commas in brackets do not separate."""
-    position = _skip_separators(text, 0)
-    while position < len(text):
-        match = _ENTRY.match(text, position)
-        assert match is not None, "the pattern matches the empty string"
-        end = match.end()
-        # The pattern stops at a bracket only if it has no partner.
-        if end < len(text) and text[end] in "[]":
-            raise _error(text, end, "this bracket has no partner" if text[end] == "]" else "this bracket never closes")
-        yield position, match[0]
-        position = _skip_separators(text, end)
-
-
-def _skip_separators(text: str, position: int) -> int:
-    match = _SEPARATORS.match(text, position)
-    assert match is not None, "the pattern matches the empty string"
-    return match.end()
-
-
 def _parse_bracket(text: str, start: int, content: str) -> list[str]:
     numbers: list[str] = []
-    position = start
     for item in content.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
-            raise _error(text, position, f"expected a number or a range such as 01-16, found {item[:80]!r}")
+            raise _error(text, start, f"expected a number or a range such as 01-16, found {item[:80]!r}")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
-            raise _error(text, position, f"the range {item!r} runs backwards")
-        if high - low >= MAX_HOSTS:
-            raise _error(text, position, f"the range {item!r} has more than {MAX_HOSTS} hosts")
+            raise _error(text, start, f"the range {item!r} runs backwards")
+        if len(numbers) + high - low >= MAX_HOSTS:
+            raise _error(text, start, f"with the range {item!r} there are more than {MAX_HOSTS} hosts")
         # The width of the first number pads the whole range.
         width = len(match[1])
         numbers += [str(number).zfill(width) for number in range(low, high + 1)]
-        position += len(item) + 1
+        start += len(item) + 1
     return numbers
 
 
 def _error(text: str, position: int, problem: str) -> RequestError:
     shown = text if len(text) <= 200 else f"{text[:100]}...{text[-97:]}"
     return RequestError(f"host list {shown!r}, character {position + 1}: {problem}")
-
-
-@dataclass
-class _NumberRange:
-    """Consecutive hosts ``prefix + low..high``. ``width`` 0 is a name without a number."""
-
-    prefix: str
-    low: int = 0
-    high: int = 0
-    width: int = 0
-
-    def is_followed_by(self, other: _NumberRange) -> bool:
-        """True if ``other`` can join without a change of padding. n9 and n10 may join, n9 and n010 may not."""
-        same_padding = len(str(other.low).zfill(self.width)) == other.width
-        return other.low == self.high + 1 and same_padding
-
-    def __str__(self) -> str:
-        low, high = str(self.low).zfill(self.width), str(self.high).zfill(self.width)
-        return low if self.low == self.high else f"{low}-{high}"
-
-
-@dataclass
-class _Group:
-    """Neighboring runs with one prefix, written with one pair of brackets."""
-
-    prefix: str
-    runs: list[_NumberRange]
-
-    def add(self, host: _NumberRange) -> None:
-        if self.runs[-1].is_followed_by(host):
-            self.runs[-1].high = host.low
-        else:
-            self.runs.append(host)
-
-    def __str__(self) -> str:
-        first = self.runs[0]
-        if not first.width:
-            return self.prefix
-        if len(self.runs) == 1 and first.low == first.high:
-            return f"{self.prefix}{first}"
-        return f"{self.prefix}[{','.join(map(str, self.runs))}]"

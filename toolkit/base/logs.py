@@ -15,7 +15,7 @@ LOGGER = logging.getLogger("toolkit")
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats lines that say the same to a terminal as to a reader, whatever text of others is in them."""
+    """Escapes what a terminal would take for a command, whatever text of others is in a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return terminal.visible(shortened(super().format(record), 4 * MOST_CHARS))
@@ -26,7 +26,7 @@ class _CommandFormatter(VisibleFormatter):
         return terminal.fitted(f"toolkit: {record.levelname.lower()}: {super().format(record)}", sys.stderr)
 
 
-def setup(who: str = "", level: int = logging.INFO) -> None:
+def setup(who: str = "") -> None:
     """Send this package's log to stderr. Each line begins with the time and ``who``, such as ``rank 3/8 node2``.
 
     A second call replaces the heading: a rank learns its number only after the process has started.
@@ -35,7 +35,7 @@ def setup(who: str = "", level: int = logging.INFO) -> None:
     head = f"%(asctime)s {who} " if who else "%(asctime)s "
     handler.setFormatter(VisibleFormatter(head + "%(levelname)s %(message)s", datefmt="%H:%M:%S"))
     LOGGER.handlers[:] = [handler]
-    LOGGER.setLevel(level)
+    LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
 
 

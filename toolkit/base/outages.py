@@ -22,7 +22,7 @@ T = TypeVar("T")
 def ask(call: Callable[[], T], what: str, wait_s: float | None = None) -> T | None:
     """Return ``call()``, retried for ``wait_s``, or ``give_up_after_s``, while Slurm does not answer.
 
-    Return None when Slurm refuses or ``wait_s`` is over. ``what`` says what is not known or not done then, for the log.
+    Return None when Slurm refuses or the time is over. ``what`` says what is not known or not done then, for the log.
     """
     deadline = time.monotonic() + (limits().give_up_after_s if wait_s is None else wait_s)
     while True:
@@ -37,7 +37,7 @@ def ask(call: Callable[[], T], what: str, wait_s: float | None = None) -> T | No
 
 
 def persist(write: Callable[[], T], path: Path, doing: str = "written") -> T:
-    """Return ``write()``, called until the disk under ``path`` takes it. Raises its OSError when patience has run out.
+    """Return ``write()``, retried until the disk under ``path`` takes it. Raises its OSError after the time limit.
 
     ``doing`` is what cannot be done, for the log.
     """

@@ -52,14 +52,15 @@ class ProcessIdentity:
     def life(self, seen: float = 0.0) -> Life:
         """Return whether it lives. ``seen`` is the last time at which it is known to have lived."""
         stat = read(self.pid)
-        is_there = stat is not None and stat.state not in "ZX"
+        if stat is not None and stat.has_ended:
+            stat = None
         place, _, started = self.birth.rpartition(":")
         if place == _here():
-            return Life.ALIVE if stat and is_there and str(stat.started_ticks) == started else Life.ENDED
+            return Life.ALIVE if stat and str(stat.started_ticks) == started else Life.ENDED
         if self.host != socket.gethostname():
             return Life.UNSEEN
         if not place:  # another process may have got the pid
-            return Life.UNSEEN if is_there else Life.ENDED
+            return Life.UNSEEN if stat else Life.ENDED
         # This machine was started again. Else it is another one of the same name, or another container on this one.
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         is_of_this_boot = place.partition(":")[0] == _here().partition(":")[0]
@@ -122,7 +123,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def started_ticks(self) -> int:
-        """Return its start in ticks since the machine's start. It tells two processes with one pid apart."""
+        """Return its start, in ticks since the machine's. Two processes with one pid differ in it."""
         return self.number(22)
 
     @property

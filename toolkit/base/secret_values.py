@@ -148,9 +148,8 @@ def _refuse_open_file(name: str, path: Path, status: os.stat_result) -> None:
     """Refuse a file that others may read or write, or that belongs to someone else."""
     if status.st_uid != os.geteuid():
         owner = trust.user_name(status.st_uid)
-        raise _error(
-            name, f"{path} belongs to {owner}; a secret is read from a file of your own: copy it, and chmod 600"
-        )
+        why = f"{path} belongs to {owner}; a secret is read from a file of your own: copy it, and chmod 600"
+        raise _error(name, why)
     if stat.S_IMODE(status.st_mode) & 0o077:
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
         raise _error(name, f"others may read or change {path} (mode {mode}); close it: chmod 600 {path}")

@@ -30,8 +30,6 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 #: With what a terminal sends. Under a supervisor that asks for a stop, too; elsewhere it ends the program.
 END_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
-
-
 #: A variable of ranks with a supervisor: 1 where Slurm sends its signals also to their children.
 ALL_VARIABLE = "TOOLKIT_SIGNALS_ALL"
 
@@ -129,27 +127,39 @@ def kept_from_children(numbers: Collection[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@functools.cache
-def _restore_in_forks() -> None:
-    """Have each fork of this process handle the stop signals as it would without a :class:`StopSignals` here."""
+def _at_forks(
+    blocked: Callable[[], Collection[int]], change: Callable[[], None], *, stay_blocked_in_child: bool = False
+) -> None:
+    """Have each fork block signals until it is done, and call ``change`` in the child."""
     own = threading.local()  # the mask of the thread that forks
 
     def before_fork() -> None:
-        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked())
 
     def in_parent() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
 
     def in_child() -> None:
+        change()
+        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a child's signals for its own
+        if not stay_blocked_in_child:
+            in_parent()
+
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+
+
+@functools.cache
+def _restore_in_forks() -> None:
+    """Have each fork of this process handle the stop signals as it would without a :class:`StopSignals` here."""
+
+    def restore() -> None:
         for number in END_SIGNALS:
             handler = signal.getsignal(number)
             if isinstance(handler, StopSignals):
                 default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, handler.earlier.get(number, default))
-        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a child's signals for its own
-        in_parent()
 
-    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+    _at_forks(lambda: END_SIGNALS, restore)
 
 
 @functools.cache
@@ -162,31 +172,19 @@ def _keep_from_children() -> None:
     from multiprocessing import popen_fork  # not on the login node
 
     kept_here: set[signal.Signals] = set()  # in a fork: what it has inherited
-    own = threading.local()  # the mask of the thread that forks
 
     def kept() -> set[signal.Signals]:
         return kept_here | {number for number in _taken() if isinstance(signal.getsignal(number), StopSignals)}
 
-    def before_fork() -> None:
-        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, kept())
-
-    def in_parent() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
-
-    def in_child() -> None:
+    def ignore_kept() -> None:
         kept_here.update(kept())
         for number in kept_here:
             signal.signal(number, signal.SIG_IGN)
-        signal.set_wakeup_fd(-1)  # shared with the rank, which would take a child's signals for its own
 
-    def fork_exec(start: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(start)
-        def kept_exec(argv: Sequence[Any], files: Sequence[bytes], *others: Any) -> int:
-            numbers = kept()
-            with kept_from_children(numbers):
-                return start(*(_ignored_by_shell(argv, files, numbers) if numbers else (argv, files)), *others)
-
-        return kept_exec
+    def fork_exec(argv: Sequence[Any], files: Sequence[bytes], *others: Any) -> int:
+        numbers = kept()
+        with kept_from_children(numbers):
+            return plain_exec(*(_ignored_by_shell(argv, files, numbers) if numbers else (argv, files)), *others)
 
     def spawn(start: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(start)
@@ -201,12 +199,12 @@ def _keep_from_children() -> None:
         with kept_from_children(numbers):
             return plain_system(f"{_trap(numbers)}\n{os.fsdecode(command)}" if numbers else command)
 
-    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
-    # These start programs without the functions above.
+    _at_forks(kept, ignore_kept, stay_blocked_in_child=True)
+    # These start programs without a fork in Python.
     plain_system, os.system = os.system, system
     os.posix_spawn, os.posix_spawnp = spawn(os.posix_spawn), spawn(os.posix_spawnp)
     plain_exec = _posixsubprocess.fork_exec
-    _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec(plain_exec)  # type: ignore[attr-defined]
+    _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec  # type: ignore[assignment, attr-defined]
     for kind, name in ((subprocess.Popen, "send_signal"), (popen_fork.Popen, "_send_signal")):
         _kill_the_deaf(kind, name, kept)
 

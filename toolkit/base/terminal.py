@@ -27,8 +27,6 @@ _HIDDEN = re.compile(
 )
 #: Colours, as many programs write them into their logs. Without them the text says the same.
 _COLOURS = re.compile("\x1b\\[[0-9;:]*m")
-
-
 #: A word, or a command in backticks with its blanks, and what stands before it.
 _UNBROKEN = re.compile(r"\s*(?:`[^`]*`|\S)+")
 #: A line with such an indent is a command or a quotation. It stays whole, and a terminal copies it as one line.
@@ -51,20 +49,19 @@ def wrapped(text: str, width: int) -> str:
 
     A word or a command in backticks that is longer gets a line of its own, as does a command that would be broken.
     """
-    return "\n".join(part for line in text.split("\n") for part in _parts(line, width))
-
-
-def _parts(line: str, width: int) -> list[str]:
-    if len(line) <= width or line.startswith(_QUOTED):
-        return [line]
-    indent = line[: len(line) - len(line.lstrip())] + "  "
-    parts = [""]
-    for piece in _UNBROKEN.findall(line):
-        if parts[-1].strip() and len(parts[-1]) + len(piece) > width:
-            parts.append(indent + piece.lstrip())
-        else:
-            parts[-1] += piece
-    return parts
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width or line.startswith(_QUOTED):
+            lines.append(line)
+            continue
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        lines.append("")
+        for piece in _UNBROKEN.findall(line):
+            if lines[-1].strip() and len(lines[-1]) + len(piece) > width:
+                lines.append(indent + piece.lstrip())
+            else:
+                lines[-1] += piece
+    return "\n".join(lines)
 
 
 def open_standard_files() -> None:

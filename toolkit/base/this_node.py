@@ -29,10 +29,7 @@ def total_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def available_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the bytes that this process can still take.
-
-    They are left of the node's memory, or of the control group with the least left.
-    """
+    """Return the bytes that are left of the node's memory, or of the control group with the least left."""
     left = (limit - used for limit, used in _limited(proc, groups))
     return max(0, min([_of_node("MemAvailable", proc), *left]))
 
@@ -55,7 +52,8 @@ def oom_kills(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 def _limited(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
     """Yield limit and use of each control group that limits this process. Limits of groups above count, too.
 
-    The page cache is no use: the kernel gives it up for a process that needs the memory.
+    Cached files of disks are not counted as used: the kernel drops them for a process that needs the memory. Files in
+    shared memory are used: the kernel has those in its lists of anonymous memory.
     """
     for group, is_first_version in _own_groups(proc, groups):
         limit, use, prefix = "memory.max", "memory.current", ""
@@ -63,18 +61,11 @@ def _limited(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
             limit, use, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # there is no limit
-                yield int((folder / limit).read_text()), int((folder / use).read_text()) - _cached(folder, prefix)
-
-
-def _cached(group: Path, prefix: str) -> int:
-    """Return the bytes of files on disks that the kernel caches. 0 if unknown.
-
-    Files in shared memory are not among them: the kernel has those in its lists of anonymous memory.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        sizes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return sum(int(sizes.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
-    return 0
+                most, used = int((folder / limit).read_text()), int((folder / use).read_text())
+                with contextlib.suppress(OSError, ValueError):
+                    sizes = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    used -= sum(int(sizes.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+                yield most, used
 
 
 def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
@@ -140,29 +131,15 @@ def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
     triton_home = environ.get("TRITON_HOME") or environ.get("HOME") or "~"
     # Not gettempdir(): it would remember its answer, and a script that sets TMPDIR later would not be heard.
     scratch = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), "/tmp")
-    places = {
-        "TRITON_CACHE_DIR": fsio.expand(triton_home),
-        "TORCHINDUCTOR_CACHE_DIR": Path(scratch),
-    }
+    places = {"TRITON_CACHE_DIR": fsio.expand(triton_home), "TORCHINDUCTOR_CACHE_DIR": Path(scratch)}
     moved = [name for name, place in places.items() if name not in environ and is_shared(place)]
-    folder = _folder(environ) if moved else None
-    if folder is None:
-        return {}
-    return {name: str(folder / name.partition("_")[0].lower()) for name in moved}
-
-
-def _folder(environ: Mapping[str, str]) -> Path | None:
-    """Return a folder on a disk of this node that no one else may write; None where there is none."""
-    version = torch_version.installed() or "none"
-    # /tmp comes first: Slurm removes its own folder with the job.
-    for disk in sorted(own_folders(None, environ), key=lambda disk: disk != Path("/tmp")):
-        folder = disk / f"toolkit-caches-{os.getuid()}" / f"torch-{version}"
-        try:
+    # A folder that no one else may write. /tmp comes first: Slurm removes its own folder with the job.
+    for disk in sorted(own_folders(None, environ) if moved else (), key=lambda disk: disk != Path("/tmp")):
+        folder = disk / f"toolkit-caches-{os.getuid()}" / f"torch-{torch_version.installed() or 'none'}"
+        with contextlib.suppress(OSError, RequestError):
             trust.refuse_of_others(fsio.make_dir(folder, parents=1), "the folder of compiled kernels")
-        except (OSError, RequestError):
-            continue
-        return folder
-    return None
+            return {name: str(folder / name.partition("_")[0].lower()) for name in moved}
+    return {}
 
 
 def hard_limit() -> int:
@@ -179,10 +156,7 @@ def claim_all() -> None:
 
 @contextlib.contextmanager
 def all_claimed() -> Iterator[None]:
-    """Raise the soft limit to the hard one inside the context.
-
-    Afterwards it is as before, for programs that are started then.
-    """
+    """Raise the soft limit to the hard one inside the context. Programs that are started later get the old one."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     claim_all()
     try:

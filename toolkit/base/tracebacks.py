@@ -138,19 +138,23 @@ def folded(text: str) -> list[str]:
     has_own = any(_frame(match).library is None for match in _FRAME.finditer(text))
     lines: list[str] = []
     group: list[Frame] = []
-    for frame, part in _parts(text.rstrip().split("\n")):
+    for frame, part in (*_parts(text.rstrip().split("\n")), (None, [])):
         if frame is not None and frame.library is not None and has_own:
             group.append(frame)
             continue
-        lines += _in_one_line(group)
-        group = []
+        # Frames of libraries that follow each other: who they belong to, and the last of them.
+        if group:
+            names = ", ".join(dict.fromkeys(str(each.library) for each in group))
+            count = f"{len(group)} frames" if len(group) > 1 else "1 frame"
+            lines.append(f"    ... {count} of {names}, to {group[-1].place}")
+            group = []
         if frame is not None:
             indent = part[0][: len(part[0]) - len(part[0].lstrip())]
             function = f", in {frame.function}" if frame.function else ""
             lines.append(f'{indent}File "{frame.file}", line {frame.line}{function}')
             part = part[1:]
         lines += [line for line in part if not _MARKS.fullmatch(line)]
-    return lines + _in_one_line(group)
+    return lines
 
 
 def _parts(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
@@ -165,15 +169,6 @@ def _parts(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
                 end += 1
         yield (None if match is None else _frame(match)), lines[at:end]
         at = end
-
-
-def _in_one_line(group: list[Frame]) -> list[str]:
-    """Return a line for consecutive frames of libraries: who they belong to, and the last of them."""
-    if not group:
-        return []
-    names = ", ".join(dict.fromkeys(str(frame.library) for frame in group))
-    count = f"{len(group)} frames" if len(group) > 1 else "1 frame"
-    return [f"    ... {count} of {names}, to {group[-1].place}"]
 
 
 #: The bytes that are read of a log, from its end.

@@ -132,10 +132,7 @@ def _others_write(status: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """True if a group is root's, is trusted by name, or has this user alone.
-
-    Many systems make such a group for each user.
-    """
+    """True if a group is root's, is trusted by name, or has this user alone, as many systems make one."""
     if gid == 0 or f"@{group_name(gid)}" in _trusted_names() or f"@{gid}" in _trusted_names():
         return True
     try:
@@ -153,9 +150,9 @@ def _file_system_owner(path: Path, device: int) -> int:
 
 
 def _way_to(path: Path) -> Iterator[Path]:
-    """Yield each folder and link by which the system comes to ``path``, in its order.
+    """Yield each folder and link by which the system comes to ``path``, in its order, up to the path's end.
 
-    Ends where the path does. The caller has made sure that links lead in no circle; else this never ends.
+    The caller has made sure that links do not lead in a circle.
     """
     at, names = Path("/"), list(reversed(path.absolute().parts[1:]))
     yield at
@@ -167,7 +164,7 @@ def _way_to(path: Path) -> Iterator[Path]:
         except FileNotFoundError:
             return
         yield at
-        # Go on with the link's target, from the folder that the link stands in.
+        # Continue with the link's target, from the folder of the link.
         if is_link:
             target = at.readlink()
             at = Path("/") if target.is_absolute() else at.parent
@@ -175,10 +172,7 @@ def _way_to(path: Path) -> Iterator[Path]:
 
 
 def cache_dir() -> Path | None:
-    """Return this user's cache folder, made with mode 0700.
-
-    None if it cannot be written, or if others may change it.
-    """
+    """Return this user's cache folder, 0700. None if it cannot be written, or if others may change it."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = fsio.expand(base) / "slurm-batch-toolkit"
     try:

@@ -28,7 +28,7 @@ def write(error: BaseException, rank: int) -> None:
     folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if folder is None or (isinstance(error, SystemExit) and not error.code) or getattr(error, _WRITTEN, False):
         return
-    said = {
+    report = {
         "rank": rank,
         "host": socket.gethostname(),
         "time": time.time(),
@@ -36,20 +36,16 @@ def write(error: BaseException, rank: int) -> None:
         "message": shortened(masked(str(error))),
         "exit_code": getattr(error, "exit_code", EXIT_FAILED),
         "comes_again": getattr(error, "comes_again", False),
-        "traceback": shortened(masked(_traceback(error)), 4 * MOST_CHARS),
+        # No part is so long that another one would be left out for it.
+        "traceback": shortened(masked("".join(map(shortened, traceback.format_exception(error)))), 4 * MOST_CHARS),
         **_of_argparse(error),
     }
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
     path = rundir.RunDir(Path(folder)).error_file(int(attempt) if re.fullmatch("[0-9]{1,9}", attempt) else 1, rank)
     with contextlib.suppress(OSError):  # a full disk; the log has the same text
         fsio.make_dir(path.parent, parents=1)
-        fsio.write_json(path, said)
+        fsio.write_json(path, report)
         setattr(error, _WRITTEN, True)
-
-
-def _traceback(error: BaseException) -> str:
-    """Return the traceback, with no part so long that another one would be left out for it."""
-    return "".join(shortened(part) for part in traceback.format_exception(error))
 
 
 def _of_argparse(error: BaseException) -> dict[str, Any]:

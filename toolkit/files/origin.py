@@ -54,7 +54,9 @@ def find(text: str, *, may_come: bool = False) -> Origin:
     # A file or folder of this name counts before a run.
     path = fsio.expand(text).absolute()
     if path.is_file():
-        return _file(path)
+        if path.suffix not in _SUFFIXES:
+            raise ConfigError(f"model.init_from: {path} is none of {', '.join(_SUFFIXES)}; weights are read from these")
+        return Origin(_SUFFIXES[path.suffix], path)
     for kind, signs in _SIGNS.items():
         if any((path / sign).is_file() for sign in signs):
             return Origin(kind, path)
@@ -69,12 +71,6 @@ def is_published(name: str) -> bool:
 def published_path(name: str, root: str | None = None) -> Path:
     """Return where the weights ``name`` are below ``root``, by default `$TOOLKIT_DATA` or ./data."""
     return fsio.expand(root or os.environ.get("TOOLKIT_DATA") or "data").absolute() / "weights" / f"{name}.pth"
-
-
-def _file(path: Path) -> Origin:
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"model.init_from: {path} is none of {', '.join(_SUFFIXES)}; weights are read from these")
-    return Origin(_SUFFIXES[path.suffix], path)
 
 
 def _run(text: str, may_come: bool) -> Origin:

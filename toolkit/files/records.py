@@ -33,7 +33,7 @@ _LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP,
 #: How often a file is read that another node replaces meanwhile.
 _TRIES = 3
 
-_ADVICE = "; mend it, or move it away"
+_ADVICE = "; fix it, or move it away"
 
 T = TypeVar("T")
 Decode: TypeAlias = Callable[[Any], Any]
@@ -55,9 +55,6 @@ class Misfit(ValueError):
 
 class _Torn(Misfit):
     """No JSON."""
-
-
-# -------------------------------------------------------------------------------------------------------------- values
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,7 @@ def one_of(*words: str) -> Leaf:
 
 
 def _is_number(value: Any) -> bool:
-    if type(value) is float:  # most are
-        return -1e300 < value < 1e300
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < fsio.FIGURES
 
 
 def _is_time_text(value: Any) -> bool:
@@ -148,40 +143,31 @@ def _decoder(hint: Any) -> Decode:
         inner = _decoder(next(arg for arg in args if arg is not NoneType))
         return lambda value: None if value is None else inner(value)
     if origin in (tuple, list):
-        return _list_decoder(_decoder(args[0]), origin)
+        decode_item = _decoder(args[0])
+
+        def decode_list(value: Any) -> Any:
+            if not isinstance(value, list):
+                raise Misfit(f"{_shown(value)} is not a list")
+            return origin(_decoded(f"[{index}]", item, decode_item) for index, item in enumerate(value))
+
+        return decode_list
     if origin in (Mapping, dict):
-        return _mapping_decoder(_decoder(args[0]), _decoder(args[1]))
+        decode_name, decode_value = _decoder(args[0]), _decoder(args[1])
+        return lambda value: {
+            _decoded(_clean(name), name, decode_name): _decoded(_clean(name), item, decode_value)
+            for name, item in _object(value).items()
+        }
     if issubclass(hint, StrEnum):
         return dataclasses.replace(one_of(*hint), load=hint).decode
     return _record_decoder(hint)
 
 
-def _list_decoder(decode_item: Decode, kind: Decode) -> Decode:
-    def decode_list(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise Misfit(f"{_shown(value)} is not a list")
-        items = []
-        for index, item in enumerate(value):
-            try:
-                items.append(decode_item(item))
-            except Misfit as misfit:
-                raise misfit.within(f"[{index}]") from None
-        return kind(items)
-
-    return decode_list
-
-
-def _mapping_decoder(decode_name: Decode, decode_item: Decode) -> Decode:
-    def decode_mapping(value: Any) -> dict[str, Any]:
-        items = {}
-        for name, item in _object(value).items():
-            try:
-                items[decode_name(name)] = decode_item(item)
-            except Misfit as misfit:
-                raise misfit.within(_clean(name)) from None
-        return items
-
-    return decode_mapping
+def _decoded(key: str, value: Any, decode_value: Decode) -> Any:
+    """Return the value of a part, whose name in its list or object is ``key``. Raises Misfit with the key."""
+    try:
+        return decode_value(value)
+    except Misfit as misfit:
+        raise misfit.within(key) from None
 
 
 def _record_decoder(kind: Any) -> Decode:
@@ -191,13 +177,8 @@ def _record_decoder(kind: Any) -> Decode:
     needed = [each.name for each in fields if each.default is each.default_factory is dataclasses.MISSING]
 
     def decode_record(value: Any) -> Any:
-        known = {}
-        for name, item in _object(value).items():
-            if name in decoders:
-                try:
-                    known[name] = decoders[name](item)
-                except Misfit as misfit:
-                    raise misfit.within(name) from None
+        items = _object(value).items()
+        known = {name: _decoded(name, item, decoders[name]) for name, item in items if name in decoders}
         for name in needed:
             if name not in known:
                 raise Misfit("this key is missing", name)
@@ -260,7 +241,7 @@ class JsonRecord:
 
 @dataclass(frozen=True)
 class FileRecord(JsonRecord):
-    """The content of a file, or a line of one."""
+    """The content of a file, or a line of one. Its readers are the functions of the same names."""
 
     version: int = field(default=VERSION, kw_only=True)
 
@@ -270,17 +251,14 @@ class FileRecord(JsonRecord):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the record in ``path``, as :func:`read` does."""
         return read(path, cls)
 
     @classmethod
     def read_or_none(cls, path: Path) -> Self | None:
-        """Return the record in ``path``, as :func:`read_or_none` does."""
         return read_or_none(path, cls)
 
     @classmethod
     def read_lines(cls, path: Path) -> list[Self]:
-        """Return the records in ``path``, as :func:`read_lines` does."""
         return read_lines(path, cls)
 
 

@@ -68,10 +68,6 @@ Seconds: TypeAlias = Mapping[str, float]
 Metrics: TypeAlias = Mapping[str, float | None]
 
 
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
 @lru_cache(maxsize=16)
 def _hosts(text: str) -> tuple[str, ...] | None:
     """Return the names in a host list. None if it is none. Cached: most attempts of a run have the same nodes."""
@@ -81,7 +77,11 @@ def _hosts(text: str) -> tuple[str, ...] | None:
         return None
 
 
-_TIME = replace(TIME_TEXT, load=lambda text: datetime.fromisoformat(text).timestamp(), dump=_iso)
+_TIME = replace(
+    TIME_TEXT,
+    load=lambda text: datetime.fromisoformat(text).timestamp(),
+    dump=lambda seconds: datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds"),
+)
 #: Seconds since the epoch, as text in the file.
 Time: TypeAlias = Annotated[float, _TIME]
 _HOST_LIST = Leaf(

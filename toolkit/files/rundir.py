@@ -40,7 +40,7 @@ RANK_VARIABLE = "TOOLKIT_EXEC_RANK"
 OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Asks the ranks to record every step, and says how to disturb the run: see `toolkit.train.trace`.
 TRACE_VARIABLE = "TOOLKIT_TRACE"
-#: The file that holds room for a run's last words, and its size: an attempt, a status, a result and lines of a log.
+#: The file that holds room for a run's last writes, and its size: an attempt, a status, a result and lines of a log.
 _ROOM, _ROOM_BYTES = ".room", 1 << 15
 
 
@@ -52,11 +52,34 @@ def runs_root() -> Path:
     return trust.own_part(fsio.expand(os.environ.get("TOOLKIT_RUNS") or "runs").absolute())
 
 
+class _Below:
+    """A path in the run folder."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self._place
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run, and its small JSON files."""
 
     path: Path
+
+    config = _Below("config.yaml")  #: resolved, and can be run again
+    logs = _Below("logs")  #: of the supervisor, and of the ranks by attempt
+    checkpoints = _Below("checkpoints")  #: the committed ones
+    tensorboard = _Below("tensorboard")  #: event files, and the same figures as JSON lines
+    bad_samples = _Below("bad_samples.jsonl")  #: the replaced samples, which could not be loaded
+    skipped_steps = _Below("skipped_steps.jsonl")  #: the steps that were left out, with their samples
+    strategy = _Below("strategy.json")  #: what ``strategy.name: auto`` has chosen, and why
+    trace = _Below("trace")  #: what `toolkit resume-check` compares, a file for each rank
+    trackers = _Below("trackers")  #: what `toolkit sync` has sent, a file for each tracker and project
+    submitit = _Below("submitit")  #: submitit's own files
+    submission_path = _Below("submitit/submission.json")  #: how the run was last submitted
+    after_path = _Below("after.json")  #: what the run waits for
 
     @property
     def id(self) -> str:
@@ -67,11 +90,6 @@ class RunDir:
     def name(self) -> str:
         """Return the config's name."""
         return self.path.parent.name
-
-    @property
-    def config(self) -> Path:
-        """Return the path of the resolved config, which can be run again."""
-        return self.path / "config.yaml"
 
     @property
     def code(self) -> Path:
@@ -86,56 +104,6 @@ class RunDir:
         except OSError:  # a run without a copy
             return 1
         return int(target) if re.fullmatch(r"[1-9]\d{0,5}", target) else 1
-
-    @property
-    def logs(self) -> Path:
-        """Return the folder of the supervisor's logs, and of the ranks' by attempt."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of committed checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Return the folder of event files, and of the same figures as JSON lines."""
-        return self.path / "tensorboard"
-
-    @property
-    def bad_samples(self) -> Path:
-        """Return the file of the replaced samples, one JSON line each. They could not be loaded."""
-        return self.path / "bad_samples.jsonl"
-
-    @property
-    def skipped_steps(self) -> Path:
-        """Return the file of the steps that were left out. Each has a JSON line, with its samples."""
-        return self.path / "skipped_steps.jsonl"
-
-    @property
-    def strategy(self) -> Path:
-        """Return the file that says what ``strategy.name: auto`` has chosen, and why."""
-        return self.path / "strategy.json"
-
-    @property
-    def trace(self) -> Path:
-        """Return the folder of what `toolkit resume-check` compares, a file for each rank."""
-        return self.path / "trace"
-
-    @property
-    def trackers(self) -> Path:
-        """Return the folder of what `toolkit sync` has sent. It has a file for each tracker and project."""
-        return self.path / "trackers"
-
-    @property
-    def submitit(self) -> Path:
-        """Return the folder of submitit's own files."""
-        return self.path / "submitit"
-
-    @property
-    def submission_path(self) -> Path:
-        """Return the file that says how the run was last submitted."""
-        return self.submitit / "submission.json"
 
     def has_log_of(self, job_id: str, since: float | None, *others: Path) -> bool:
         """True if a job has written to its log, or one of ``others``, after ``since``. It does so at once."""
@@ -161,7 +129,7 @@ class RunDir:
     def status(self) -> RunStatus:
         """Return ``status.json``. It is empty before the first start. Raises DamagedFileError, as all that follow.
 
-        It is never flushed to disk. Where a node has died it may be torn: then the run goes on from an empty one, whose
+        It is never flushed to disk, so a node that dies may tear it. The run then continues from an empty one, whose
         ``why`` says so.
         """
         try:
@@ -173,11 +141,6 @@ class RunDir:
     def point(self) -> SweepPoint | None:
         """Return the run's point in its sweep; None for a run that belongs to none."""
         return SweepPoint.read(self.path / "point.json")
-
-    @property
-    def after_path(self) -> Path:
-        """Return the file that says what the run waits for."""
-        return self.path / "after.json"
 
     def after(self) -> AfterRecord | None:
         """Return what the run waits for before it starts, or None."""
@@ -206,12 +169,12 @@ class RunDir:
         return RunResult.read(self.path / "result.json")
 
     def hold_room(self) -> None:
-        """Hold room on the disk for the last words of the run, if it has any now."""
+        """Hold room on the disk for the last writes of the run, if there is any now."""
         with contextlib.suppress(OSError):
             fsio.write_atomic(self.path / _ROOM, os.urandom(_ROOM_BYTES))  # what compresses would hold none
 
     def give_up_room(self) -> None:
-        """Let the run's last words be written. One that has trained to its end is not lost because the disk is full."""
+        """Free the held room. A run that has trained to its end is not lost because the disk is full."""
         (self.path / _ROOM).unlink(missing_ok=True)
 
     def write_result(self, result: RunResult) -> None:
@@ -220,7 +183,7 @@ class RunDir:
         fsio.write_json(self.path / "result.json", result.to_json())
 
     def clear_result(self) -> None:
-        """Remove the result of a run that goes on. A waiting program must not read the previous one."""
+        """Remove the result of a run that continues. A waiting program must not read the previous one."""
         (self.path / "result.json").unlink(missing_ok=True)
 
     def attempts(self) -> list[AttemptRecord]:
@@ -295,8 +258,8 @@ class RunDir:
     def belongs_to(self, number: int) -> bool:
         """True if no other owner has taken the run after the owner of this number.
 
-        A node that is cut off goes on working for a while after Slurm has started the job again elsewhere. When the
-        network is back, it finds that it has been overtaken, and changes nothing.
+        A node without a network works for a while after Slurm has started the job again elsewhere. When the network is
+        back it must change nothing.
         """
         latest = self.owner_number()
         return latest is None or latest <= number
@@ -386,17 +349,12 @@ def _folders(path: str) -> list[tuple[str, str]]:
 
 def is_run_id(name: str) -> bool:
     """True if a folder of this name may be a run."""
-    return _RUN_ID.fullmatch(name) is not None
+    return re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", name) is not None
 
 
 def _is_run(run_id: str, path: str) -> bool:
-    if os.access(f"{path}/config.yaml", os.F_OK):
-        return True
-    return is_run_id(run_id) and any(os.access(f"{path}/{name}", os.F_OK) for name in _OF_STARTED)
-
-
-_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
-_OF_STARTED = ("status.json", "result.json", "owner.json")
+    signs = ("config.yaml", "status.json", "result.json", "owner.json") if is_run_id(run_id) else ("config.yaml",)
+    return any(os.access(f"{path}/{name}", os.F_OK) for name in signs)
 
 
 def find(text: str, root: Path | None = None) -> RunDir:
@@ -465,7 +423,7 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
     if not text.isprintable() or not Path(text).is_absolute():
         raise DamagedFileError(
             f"{file} is damaged: it holds no path of a run, so what job {job} served is not known; look for the run "
-            "with `toolkit status`, and `toolkit resume RUN` goes on with it"
+            "with `toolkit status`, and continue it with `toolkit resume RUN`"
         )
     # The run may have been removed since.
     run = RunDir(Path(text))

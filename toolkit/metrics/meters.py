@@ -14,13 +14,6 @@ import torch
 from toolkit.devices.accelerator import module_of, with_streams
 
 
-@dataclass(frozen=True)
-class _Lap:
-    seconds: float
-    samples: int
-    data_wait_s: float
-
-
 @dataclass
 class Throughput:
     """Speed over the last `window` steps, by a steady clock.
@@ -32,7 +25,7 @@ class Throughput:
 
     window: int = 100
     clock: Callable[[], float] = time.perf_counter
-    _laps: deque[_Lap] = field(init=False)
+    _laps: deque[tuple[float, int, float]] = field(init=False)  #: seconds, samples, seconds of waiting for them
     _mark: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +35,7 @@ class Throughput:
     def update(self, samples: int, data_wait_s: float = 0.0) -> None:
         """Count a step over `samples` samples. It waited `data_wait_s` for them, measured around the fetch."""
         now = self.clock()
-        self._laps.append(_Lap(now - self._mark, samples, data_wait_s))
+        self._laps.append((now - self._mark, samples, data_wait_s))
         self._mark = now
 
     def pause(self) -> None:
@@ -57,24 +50,20 @@ class Throughput:
     @property
     def samples_per_s(self) -> float:
         """Return samples per second; 0 before the first step."""
-        return self._per_second(sum(lap.samples for lap in self._laps))
-
-    @property
-    def steps_per_s(self) -> float:
-        """Return steps per second; 0 before the first step."""
-        return self._per_second(len(self._laps))
+        return self._per_second(sum(samples for _, samples, _ in self._laps))
 
     @property
     def data_wait_fraction(self) -> float:
         """Return the share of the time, 0 to 1, in which steps waited for samples."""
-        return self._per_second(sum(lap.data_wait_s for lap in self._laps))
+        return self._per_second(sum(data_wait_s for _, _, data_wait_s in self._laps))
 
     def eta_s(self, steps_left: int) -> float | None:
         """Return the seconds until `steps_left` more steps are done at this speed. None before the first step."""
-        return steps_left / self.steps_per_s if self.steps_per_s else None
+        steps_per_s = self._per_second(len(self._laps))
+        return steps_left / steps_per_s if steps_per_s else None
 
     def _per_second(self, amount: float) -> float:
-        seconds = sum(lap.seconds for lap in self._laps)
+        seconds = sum(seconds for seconds, _, _ in self._laps)
         return amount / seconds if seconds else 0.0
 
 

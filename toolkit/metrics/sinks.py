@@ -145,7 +145,7 @@ class JsonlSink(Sink):
             self._last = {"step": step}
         self._last |= {"wall_time": self._clock(), **found}
         self._file.truncate(self._last_start)
-        self._file.write(_encode(self._last))
+        self._file.write(json.dumps(self._last, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def flush(self) -> None:
@@ -166,10 +166,6 @@ def _binned(values: torch.Tensor) -> tuple[NDArray[np.float64], NDArray[np.float
     if ((numbers >= 0) & (numbers < _MOST_WHOLE) & (numbers % 1 == 0)).all():
         return numbers, np.arange(numbers.max(initial=0.0) + 2) - 0.5
     return numbers, np.histogram_bin_edges(numbers, _EQUAL_BINS)
-
-
-def _encode(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
 def _end_of(path: Path, step: int | None) -> int:

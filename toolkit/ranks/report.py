@@ -139,7 +139,7 @@ class FileReporter(_Latest):
         if not self._owns_run():
             log.error("run %s was started again by another process, and belongs to it: this one ends", self._run_dir.id)
             os._exit(EXIT_FAILED)  # all that it writes from now on would damage the run
-        # A full disk, or a figure that no file may hold, such as 1e301; the next one is a second away.
+        # A full disk, or a figure that no file may hold; the next report is a second away.
         with contextlib.suppress(OSError, Misfit):
             progress = RunProgress.from_json(fields)
             status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)

@@ -73,7 +73,7 @@ def test_a_run_whose_status_is_torn_is_resumed(run: RunDir, content: bytes) -> N
 @pytest.mark.parametrize("name", ["status.json", "attempts.jsonl", "nodes.json", "owner.json", "result.json"])
 def test_a_run_with_a_file_of_another_shape_does_not_start_and_says_which(run: RunDir, name: str) -> None:
     (run.path / name).write_text('{"attempt": "x"}\n')
-    with pytest.raises(DamagedFileError, match=f"{name}.* cannot be read: .*; mend it, or move it away"):
+    with pytest.raises(DamagedFileError, match=f"{name}.* cannot be read: .*; fix it, or move it away"):
         supervise(run, completes, restarts=1)
     assert (run.path / name).read_text() == '{"attempt": "x"}\n'
     (run.path / name).unlink()

@@ -86,7 +86,7 @@ def export(trained: Trained, target: Path, form: str, *, compiles: bool = False)
                 raise
             failure = error  # raised below, when the folder with the weights is complete
         for name, text in trained.job.export_files().items():
-            fsio.write_new(folder / name, text.encode())
+            fsio.write_stream(folder / name, [text.encode()])
         about = _about(trained, model, example, (trial, compiled), folder)
         fsio.write_json(folder / ABOUT, about)
     if failure is not None and PROGRAM in FORMATS[form]:

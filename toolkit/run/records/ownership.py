@@ -109,7 +109,7 @@ def adopt_config(run: RunDir, token: str | None) -> None:
     if owner is None or owner.token != token or not new_config(run, owner.token).exists():
         return
     with contextlib.suppress(FileExistsError):  # the other one was faster
-        fsio.write_new(run.path / f"config.before-{token}.yaml", reading.read_bytes(run.config))
+        fsio.write_stream(run.path / f"config.before-{token}.yaml", [reading.read_bytes(run.config)])
     with contextlib.suppress(FileNotFoundError):  # the other one was faster
         new_config(run, owner.token).replace(run.config)
 
