@@ -33,36 +33,33 @@ Kind: TypeAlias = Literal["commands", "strategies", "datasets", "trackers", "bac
 class StrategyKind(NamedTuple):
     """A strategy, and what holds of it for the checks of a config. The defaults are those of the job's own step."""
 
+    #: ``module:function``, called as ``build(config, session, train)``: a :class:`toolkit.strategies.protocol.Strategy`
     build: str
-    """``module:function``, called as ``build(config, session, train)``: returns a
-    :class:`toolkit.strategies.protocol.Strategy`."""
-    checks: str = "toolkit.config.validation:StrategyChecks"
-    """A subclass of this: what else it refuses in a config."""
+    checks: str = "toolkit.config.validation:StrategyChecks"  #: a subclass of this: what else it refuses in a config
+    #: its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,
+    #: with the mean); another of them may continue a run, to rounding
     same_state: bool = False
-    """Its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,
-    with the mean). Another of them may continue a run, to rounding."""
-    whole_update: bool = False
-    """It does everything that ``train:`` asks for between gradients and weights."""
-    sync_batch_norm: bool = False
-    """BatchNorm may use all ranks' samples."""
-    sharded: bool = False
-    """A rank holds a part of each weight, or of many."""
-    own_time: bool = False
-    """Its ranks compute a step up to its backward pass before they wait for each other."""
-    mesh: tuple[str, ...] = ("replicas",)
-    """The dimensions that its mesh may have; the first one that is null takes the ranks that are left."""
+    whole_update: bool = False  #: it does everything that ``train:`` asks for between gradients and weights
+    sync_batch_norm: bool = False  #: BatchNorm may use all ranks' samples
+    sharded: bool = False  #: a rank holds a part of each weight, or of many
+    own_time: bool = False  #: its ranks compute a step up to its backward pass before they wait for each other
+    #: what it can do that most others cannot: the keys ``cpu_offload``, ``prefetch_blocks``, ``tensor_plan``,
+    #: ``sequence_parallel``, ``find_unused``, ``compression`` (``bf16_compression``: in bf16 alone) and
+    #: ``channels_last``, and the precision ``fp16``
+    options: tuple[str, ...] = ()
+    mesh: tuple[str, ...] = ("replicas",)  #: the dimensions of its mesh; the first null one takes the ranks left
     interface: int = INTERFACE
 
 
 _P, _METHODS, _CUT = "toolkit.plugins", "toolkit.plugins.methods", "toolkit.plugins.model_parallel"
 #: All ranks make the same steps.
 _STEPS = StrategyKind("toolkit.strategies:build_spmd", same_state=True, whole_update=True)
-_SHARDS = _STEPS._replace(sync_batch_norm=True, sharded=True, mesh=("shards", "replicas"))
-_SERVERS = StrategyKind(f"{_METHODS}.parameter_server.servers:build", f"{_METHODS}.checks:ParameterServerChecks")
-_TENSOR = _STEPS._replace(build=f"{_CUT}.tensor_layout:build", checks=f"{_CUT}.checks:TensorChecks", sharded=True)
+_OPTIONS, _GATHERS = ("find_unused", "compression", "channels_last", "fp16"), ("prefetch_blocks", "bf16_compression")
+_SHARDS = _STEPS._replace(sync_batch_norm=True, sharded=True, options=_GATHERS, mesh=("shards", "replicas"))
 STRATEGIES = {
-    "ddp": _STEPS._replace(sync_batch_norm=True, own_time=True),
-    **dict.fromkeys(("fsdp", "zero"), _SHARDS),
+    "ddp": _STEPS._replace(sync_batch_norm=True, own_time=True, options=_OPTIONS),
+    "fsdp": _SHARDS._replace(options=(*_GATHERS, "cpu_offload")),
+    "zero": _SHARDS,
     "dp": _STEPS,
     # Never built from here: train/run_job.py makes a Custom of the job's own parts.
     "custom": StrategyKind("toolkit.strategies:build_spmd", "toolkit.config.validation:CustomChecks"),
@@ -70,11 +67,19 @@ STRATEGIES = {
         build=f"{_METHODS}.auto:build", checks=f"{_METHODS}.checks:AutoChecks", sync_batch_norm=True
     ),
     "local_sgd": StrategyKind(f"{_METHODS}.local_sgd:build", f"{_METHODS}.checks:LocalSgdChecks", same_state=True),
-    "parameter_server": _SERVERS._replace(same_state=True),
+    "parameter_server": StrategyKind(
+        f"{_METHODS}.parameter_server.servers:build", f"{_METHODS}.checks:ParameterServerChecks", same_state=True
+    ),
     "pipeline": _STEPS._replace(
         build=f"{_CUT}.pipeline:build", checks=f"{_CUT}.checks:PipelineChecks", mesh=("stages", "replicas")
     ),
-    "tensor": _TENSOR._replace(mesh=("tensor", "replicas", "shards")),
+    "tensor": _STEPS._replace(
+        build=f"{_CUT}.tensor_layout:build",
+        checks=f"{_CUT}.checks:TensorChecks",
+        sharded=True,
+        options=("tensor_plan", "sequence_parallel"),
+        mesh=("tensor", "replicas", "shards"),
+    ),
 }
 _COMMANDS = """cancel checkpoint compare completion data doctor env evaluate exec export follow gc generate init logs
     new profile report resume resume-check rm run shell stacks status stop submit supervise sweep sync tensorboard
@@ -95,7 +100,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
 
 @cache
 def _of_others() -> Mapping[Kind, Mapping[str, str]]:
-    """Return what other packages add. The search of the installed ones takes some hundredths of a second."""
+    """Return what other packages add. The search takes some hundredths of a second."""
     from importlib.metadata import entry_points
 
     found: dict[Kind, dict[str, str]] = {kind: {} for kind in BUILT_IN}
@@ -148,14 +153,15 @@ def part_of(kind: Kind, name: str, path: str) -> Any:
 
 
 def strategy(name: str) -> StrategyKind:
-    """Return what is known of a strategy; of an unknown one, what holds of a job's own step. Raises PluginError."""
+    """Return what is known of a strategy; of an unknown one that of a job's own step. Raises PluginError."""
     return STRATEGIES.get(name) or find("strategies", name) or STRATEGIES["custom"]
 
 
 def with_trait(trait: str) -> tuple[str, ...]:
-    """Return the strategies that have this trait, those of other packages last."""
+    """Return the strategies that have this trait or option, those of other packages last."""
     able = []
     for name in names("strategies"):
         with suppress(PluginError):  # it is named where it is chosen
-            able += [name] if getattr(strategy(name), trait) else []
+            kind = strategy(name)
+            able += [name] if trait in kind.options or getattr(kind, trait, False) else []
     return tuple(able)

@@ -91,44 +91,40 @@ class StrategyConfig:
 
     def check(self) -> None:
         """Refuse keys that the chosen strategy does not use, instead of ignoring them silently. Raises ConfigError."""
-        if self.cpu_offload and self.name != "fsdp":
-            raise ConfigError(
-                f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
-                f"{self.name}; use fsdp, or set it to false"
-            )
-        if self.prefetch_blocks != 1 and self.name not in ("fsdp", "zero"):
-            raise ConfigError(
-                f"strategy.prefetch_blocks: only fsdp and zero gather weights, and strategy.name is {self.name}; leave "
-                "it at 1"
-            )
-        for key in ("tensor_plan", "sequence_parallel"):
-            if getattr(self, key) and self.name != "tensor":
-                raise ConfigError(
-                    f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out"
-                )
+        for key in ("cpu_offload", "prefetch_blocks", "tensor_plan", "sequence_parallel", "find_unused"):
+            if getattr(self, key) != getattr(_DEFAULTS, key):
+                refuse_without(key, f"strategy.{key}: this", self.name)
         for pattern, style in self.tensor_plan.items():
             tensor_style(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
-        if self.find_unused and (self.name != "ddp" or self.compression != "none"):
-            other = f"strategy.name: {self.name}" if self.name != "ddp" else f"strategy.compression: {self.compression}"
+        if self.find_unused and self.compression != "none":
             raise ConfigError(
-                f"strategy.find_unused: goes with strategy.name: ddp only, and not with {other}; leave it out"
+                f"strategy.find_unused: does not go with strategy.compression: {self.compression}; leave it out"
             )
         _check_compression(self)
 
 
+_DEFAULTS = StrategyConfig()
+
+
+def refuse_without(option: str, key: str, name: str, instead: str = "leave it out") -> None:
+    """Refuse ``key``, which asks for an ``option`` that the strategy ``name`` does not have. Raises ConfigError."""
+    if option not in registry.strategy(name).options:
+        able = " or ".join(registry.with_trait(option))
+        raise ConfigError(f"{key} goes with strategy.name {able} only, not {name}; {instead}")
+
+
 def _check_compression(strategy: StrategyConfig) -> None:
     kind = strategy.compression
-    # fsdp and zero reduce the gradients themselves: only the number format can be chosen.
-    goes_with_shards = kind == "bf16" and strategy.name in ("fsdp", "zero")
-    if kind != "none" and strategy.name != "ddp" and not goes_with_shards:
-        raise ConfigError(
-            f"strategy.compression: {kind} goes with strategy.name: ddp only, whose gradients lie whole on every rank; "
-            f"with {strategy.name} set it to none (with fsdp and zero bf16 can be used too)"
-        )
+    # These reduce the gradients themselves: only the number format can be chosen.
+    goes_with_shards = kind == "bf16" and "bf16_compression" in registry.strategy(strategy.name).options
+    if kind != "none" and not goes_with_shards:
+        in_bf16 = " and ".join(registry.with_trait("bf16_compression"))
+        instead = f"set it to none (with {in_bf16} bf16 can be used too)"
+        refuse_without("compression", f"strategy.compression: {kind}", strategy.name, instead)
     if goes_with_shards and strategy.compression_layers:
         raise ConfigError(
-            f"strategy.compression_layers: with strategy.name: {strategy.name} all gradients are sent in "
-            "bf16; leave it {}"
+            f"strategy.compression_layers: with strategy.name: {strategy.name} all gradients are sent in bf16; leave "
+            "it {}"
         )
     if kind == "none" and strategy.compression_layers:
         raise ConfigError(
@@ -140,19 +136,14 @@ def _check_compression(strategy: StrategyConfig) -> None:
             "could steady; leave it null, or use topk, powersgd or int8"
         )
     for pattern, value in strategy.compression_layers.items():
-        _check_layer(f"strategy.compression_layers: {pattern}", kind, value)
-
-
-def _check_layer(key: str, kind: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value == "none":
-        return
-    if kind == "topk" and number:
-        _RATIO.check(key, value)
-    elif not (kind == "powersgd" and isinstance(value, int) and number and value >= 1):
-        valid = {"topk": "the part of the values that is sent, such as 0.05, or none"}
-        valid["powersgd"] = "a rank of 1 or more, or none"
-        raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {valid.get(kind, 'none, or not listed')}")
+        key = f"strategy.compression_layers: {pattern}"
+        if kind == "topk" and type(value) in (int, float):
+            _RATIO.check(key, value)
+        elif value != "none" and not (kind == "powersgd" and type(value) is int and value >= 1):
+            valid = {"topk": "the part of the values that is sent, such as 0.05, or none"}
+            valid["powersgd"] = "a rank of 1 or more, or none"
+            how = valid.get(kind, "none, or not listed")
+            raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {how}")
 
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:

@@ -11,7 +11,6 @@ import re
 import shutil
 import tempfile
 from dataclasses import is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from toolkit.config.catalog import check_datasets, data_root, entry_of
 from toolkit.config.job_module import JobFiles
 from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
-from toolkit.config.strategy import STATELESS, StrategyConfig, mesh_of
+from toolkit.config.strategy import STATELESS, StrategyConfig, mesh_of, refuse_without
 from toolkit.devices.kinds import is_of_devices
 from toolkit.files import origin, rundir
 from toolkit.limits import hints_of, limits_of
@@ -62,7 +61,12 @@ def validate(
 
 
 def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, goes_on: bool) -> None:
-    _check_values(config)
+    secret_values.check_form(config.secrets)  # before the others, whose errors show values
+    check_section(config)
+    for name in config.args:
+        if not re.fullmatch(r"[^\W_][^\s=]*", name):
+            raise ConfigError(f"args.{name}: give the option's name without the dashes before it: args.epochs=3")
+    check_combinations(config)
     if login_node:
         check_places(config)
     if config.job == FOREIGN_JOB:  # the script itself is responsible for the rest
@@ -70,7 +74,7 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
             raise ConfigError("on_restart: the newest file that matches a pattern is {newest:ckpt/*.pt}, for example")
         return
     if config.on_restart:
-        raise ConfigError("on_restart: is for scripts under `toolkit exec`; any other run goes on without being told")
+        raise ConfigError("on_restart: is for scripts under `toolkit exec`; any other run continues without it")
     if not files.is_loop(config.job):
         # A job with its own loop checks its own config.
         files.check(config)
@@ -132,8 +136,8 @@ def check_change(then: JobConfig, now: JobConfig) -> None:
     if keys:
         changed = "; ".join(f"{key} was {value_of(then, key)!r}, not {value_of(now, key)!r}" for key in keys)
         raise ConfigError(
-            f"a run cannot go on with another {keys[0]}: {changed}. Set {'them' if len(keys) > 1 else 'it'} back, or "
-            f"start a new run with `toolkit submit` (fixed: name, {', '.join(FIXED_ON_RESUME)})"
+            f"a run cannot continue with another {keys[0]}: {changed}. Set {'them' if len(keys) > 1 else 'it'} back, "
+            f"or start a new run with `toolkit submit` (fixed: name, {', '.join(FIXED_ON_RESUME)})"
         )
 
 
@@ -143,15 +147,6 @@ def goes_on_with(key: str, then: Any, now: Any) -> bool:
         return bool(then == now)
     alike = STATELESS if key == "strategy.compression" else registry.with_trait("same_state")
     return then in alike and now in alike
-
-
-def _check_values(config: JobConfig) -> None:
-    secret_values.check_form(config.secrets)  # before the others, whose errors show values
-    check_section(config)
-    for name in config.args:
-        if not re.fullmatch(r"[^\W_][^\s=]*", name):
-            raise ConfigError(f"args.{name}: give the option's name without the dashes before it: args.epochs=3")
-    check_combinations(config)
 
 
 def check_section(section: Any, prefix: str = "") -> None:
@@ -164,21 +159,16 @@ def check_section(section: Any, prefix: str = "") -> None:
         value = value_of(section, key)
         for limit in limits:
             limit.check(prefix + key, value)
-    for name in _checked(kind):
-        value_of(section, name).check()
+    _call_checks(section)
+
+
+def _call_checks(section: Any) -> None:
+    kind: Any = type(section)
+    for name, hint in hints_of(kind).items():
+        if is_dataclass(hint):
+            _call_checks(getattr(section, name))
     if hasattr(section, "check"):
         section.check()
-
-
-@cache
-def _checked(schema: Any, prefix: str = "") -> tuple[str, ...]:
-    """Return the dotted names of the sections in a section that have a check of their own."""
-    found: list[str] = []
-    for name, hint in hints_of(schema).items():
-        if is_dataclass(hint):
-            found += _checked(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-            found += [f"{prefix}{name}"] if hasattr(hint, "check") else []
-    return tuple(found)
 
 
 def check_places(config: JobConfig) -> None:
@@ -230,7 +220,7 @@ def check_torch(config: JobConfig) -> None:
 
 
 def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
-    """True if a job of ``nodes`` nodes goes on when one of them dies.
+    """True if a job of ``nodes`` nodes continues when one of them dies.
 
     Slurm then leaves the job alone, and another node must watch the batch host. False for a single node: no process
     would be left to requeue the job.
@@ -241,27 +231,16 @@ def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
 def check_combinations(config: JobConfig) -> None:
     """Refuse what the chosen strategy, or another section, cannot do. Raises ConfigError."""
     checks_of(config.strategy.name).config(config)
-    _check_components(config)
-    _check_data(config)
-    check_step(config.train, config.strategy)
-    _check_optim(config)
-    _check_compression(config)
-
-
-def _check_components(config: JobConfig) -> None:
-    """Refuse components with ranks that srun starts: a step has nodes of one component."""
-    image = config.cluster.container
-    needs_srun = {"dist.backend: mpi": config.dist.backend == "mpi"}
-    needs_srun["a container for Pyxis"] = image is not None and container.parse(image).runtime == container.PYXIS
-    for what, is_asked in needs_srun.items():
-        if is_asked and len(config.cluster.parts) > 1:
+    data, train, strategy = config.data, config.train, config.strategy
+    if len(config.cluster.parts) > 1:  # srun would start their ranks in one step, which has nodes of one component
+        image = config.cluster.container
+        srun = "dist.backend: mpi" if config.dist.backend == "mpi" else ""
+        if image is not None and container.parse(image).runtime == container.PYXIS:
+            srun = "a container for Pyxis"
+        if srun:
             raise ConfigError(
-                f"cluster.components: {what} needs one step of srun, which has nodes of one component only"
+                f"cluster.components: {srun} needs one step of srun, which has nodes of one component only"
             )
-
-
-def _check_data(config: JobConfig) -> None:
-    data, strategy = config.data, config.strategy
     if data.share == "auto" and not registry.strategy(strategy.name).own_time:
         raise ConfigError(
             "data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name "
@@ -273,46 +252,37 @@ def _check_data(config: JobConfig) -> None:
             f"retry.allow_fewer_nodes: does not go with data.split: {data.split}: fewer ranks would have other parts; "
             "use false, or data.split: global"
         )
+    check_step(train, strategy)
+    if train.skip_bad_steps and config.optim.name == "sgd" and registry.strategy(strategy.name).sharded:
+        raise ConfigError(
+            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "
+            "use optim.name adam, adamw or muon, or strategy.name ddp"
+        )
+    kind = strategy.compression
+    if kind != "none" and train.precision not in ("fp32", "bf16"):
+        raise ConfigError(
+            f"strategy.compression: {kind} needs gradients whose scale stays the same; with train.precision: "
+            f"{train.precision} set it to none, or train in bf16"
+        )
+    if kind not in STATELESS and train.spike_factor is not None:
+        raise ConfigError(
+            f"train.spike_factor: with strategy.compression: {kind} a part of what a step left out is added to later "
+            "ones; leave it out, or use bf16"
+        )
 
 
 def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     """Refuse what this strategy cannot do between the gradients and the weights of a step. Raises ConfigError."""
     checks_of(strategy.name).step(train, strategy)
-    # Single keys that go with some strategies only.
-    if train.precision == "fp16" and strategy.name != "ddp":
-        raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
-    if train.channels_last and strategy.name != "ddp":
-        raise ConfigError(
-            f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
-        )
+    if train.precision == "fp16":
+        refuse_without("fp16", "train.precision: fp16", strategy.name, "use bf16")
+    if train.channels_last:
+        refuse_without("channels_last", "train.channels_last: this", strategy.name)
     if train.sync_batch_norm and (not registry.strategy(strategy.name).sync_batch_norm or train.compile):
         other = "train.compile" if train.compile else f"strategy.name {strategy.name}"
         raise ConfigError(
             f"train.sync_batch_norm: goes with strategy.name {', '.join(registry.with_trait('sync_batch_norm'))} and "
             f"without train.compile, and not with {other}; set it to false"
-        )
-
-
-def _check_optim(config: JobConfig) -> None:
-    optim, strategy = config.optim, config.strategy
-    if config.train.skip_bad_steps and optim.name == "sgd" and registry.strategy(strategy.name).sharded:
-        raise ConfigError(
-            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "
-            "use optim.name adam, adamw or muon, or strategy.name ddp"
-        )
-
-
-def _check_compression(config: JobConfig) -> None:
-    kind = config.strategy.compression
-    if kind != "none" and config.train.precision not in ("fp32", "bf16"):
-        raise ConfigError(
-            f"strategy.compression: {kind} needs gradients whose scale stays the same; with train.precision: "
-            f"{config.train.precision} set it to none, or train in bf16"
-        )
-    if kind not in STATELESS and config.train.spike_factor is not None:
-        raise ConfigError(
-            f"train.spike_factor: with strategy.compression: {kind} a part of what a step left out is added to later "
-            "ones; leave it out, or use bf16"
         )
 
 
@@ -370,13 +340,8 @@ class CustomChecks(StrategyChecks):
 
     def config(self, config: JobConfig) -> None:
         defaults = JobConfig()
-        for key in (
-            "model.freeze",
-            "strategy.activation_checkpointing",
-            "train.accumulate",
-            "train.compile",
-            "train.precision",
-        ):
+        of_step = ("train.accumulate", "train.compile", "train.precision")
+        for key in ("model.freeze", "strategy.activation_checkpointing", *of_step):
             if value_of(config, key) != value_of(defaults, key):
                 raise ConfigError(
                     f"{key}: the step of {config.job} is its own (strategy.name: custom), and it would have to do this "
