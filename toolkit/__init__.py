@@ -58,34 +58,26 @@ if TYPE_CHECKING:
     from toolkit.train.start import current, start
     from toolkit.train.user_loop import TrainingRun
 
-_HOMES = {
-    "Batch": "toolkit.ranks.batch",
-    "ConfigError": "toolkit.base.errors",
-    "Custom": "toolkit.strategies",
-    "Dataset": "toolkit.data.datasets",
-    "Forward": "toolkit.strategies.objective",
-    "Job": "toolkit.train.job",
-    "JobConfig": "toolkit.config",
-    "Loss": "toolkit.strategies.objective",
-    "PairMixing": "toolkit.plugins.formats.images.photographs",
-    "RawTokens": "toolkit.plugins.formats.shards.raw_tokens",
-    "Rows": "toolkit.strategies.objective",
-    "Run": "toolkit.run.submission.handle",
-    "ShardedData": "toolkit.plugins.formats.shards.dataset",
-    "Share": "toolkit.ranks.batch",
-    "Streams": "toolkit.plugins.formats.streams",
-    "TokenWindows": "toolkit.plugins.formats.tokens.windows",
-    "TrainingRun": "toolkit.train.user_loop",
-    "build_datasets": "toolkit.data.datasets",
-    "current": "toolkit.train.start",
-    "find": "toolkit.run.submission.handle",
-    "load_config": "toolkit.config",
-    "load_tokens": "toolkit.plugins.formats.tokens.windows",
-    "runs": "toolkit.run.submission.handle",
-    "staged": "toolkit.base.staged",
-    "start": "toolkit.train.start",
-    "submit": "toolkit.run.submission.submit",
+_MODULES = {
+    "toolkit.base.errors": ("ConfigError",),
+    "toolkit.base.staged": ("staged",),
+    "toolkit.config": ("JobConfig", "load_config"),
+    "toolkit.data.datasets": ("Dataset", "build_datasets"),
+    "toolkit.plugins.formats.images.photographs": ("PairMixing",),
+    "toolkit.plugins.formats.shards.dataset": ("ShardedData",),
+    "toolkit.plugins.formats.shards.raw_tokens": ("RawTokens",),
+    "toolkit.plugins.formats.streams": ("Streams",),
+    "toolkit.plugins.formats.tokens.windows": ("TokenWindows", "load_tokens"),
+    "toolkit.ranks.batch": ("Batch", "Share"),
+    "toolkit.run.submission.handle": ("Run", "find", "runs"),
+    "toolkit.run.submission.submit": ("submit",),
+    "toolkit.strategies": ("Custom",),
+    "toolkit.strategies.objective": ("Forward", "Loss", "Rows"),
+    "toolkit.train.job": ("Job",),
+    "toolkit.train.start": ("current", "start"),
+    "toolkit.train.user_loop": ("TrainingRun",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,19 +48,17 @@ class Text:
         elif isinstance(value, dict):
             words = {f"{key}.{name}": f"{name}{word}" for name, word in value.items()}
         for full, word in words.items():
-            if isinstance(word, str):
-                self._check_word(full, word)
-
-    def _check_word(self, key: str, word: str) -> None:
-        if not ((word.strip() or self.also) and is_one_line(word, self.also)):
-            raise ConfigError(f"{key}: {word!r} is empty or holds a line break or another control character")
-        if self.is_path:
-            try:
-                Path(word).expanduser().exists()
-            except RuntimeError:
-                raise ConfigError(f"{key}: there is no user whose home folder {word!r} could be in") from None
-            except OSError as error:
-                raise ConfigError(f"{key}: {word!r} cannot be looked for: {error.strerror}") from None
+            if not isinstance(word, str):
+                continue
+            if not ((word.strip() or self.also) and is_one_line(word, self.also)):
+                raise ConfigError(f"{full}: {word!r} is empty or holds a line break or another control character")
+            if self.is_path:
+                try:
+                    Path(word).expanduser().exists()
+                except RuntimeError:
+                    raise ConfigError(f"{full}: there is no user whose home folder {word!r} could be in") from None
+                except OSError as error:
+                    raise ConfigError(f"{full}: {word!r} cannot be looked for: {error.strerror}") from None
 
 
 class OneOf:
@@ -146,20 +144,14 @@ def within(key: str, value: float | None, least: float, most: float) -> None:
 
 
 def is_one_line(text: str, also: str = "") -> bool:
-    """True if ``text`` has no line break or other control character, and can be UTF-8.
-
-    The characters in ``also`` are allowed.
-    """
+    """True if ``text`` can be UTF-8 and has no control character, such as a line break, but those in ``also``."""
     if text.isprintable():  # such a text has none of these characters
         return True
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in also for char in text)
 
 
 def tensor_style(key: str, style: str, valid: Iterable[str]) -> tuple[str, int]:
-    """Return the kind of a style of ``strategy.tensor_plan``, and its number of parts.
-
-    These are three for ``colwise:3``. Raises ConfigError.
-    """
+    """Return the kind of a style of ``strategy.tensor_plan``, and its number of parts: 3 of ``colwise:3``."""
     kind, colon, parts = style.partition(":")
     if not colon or kind != "colwise":
         one_of(key, style, [*valid, "colwise:N"])
@@ -174,9 +166,8 @@ def tensor_style(key: str, style: str, valid: Iterable[str]) -> tuple[str, int]:
 
 #: The types that ``Any`` stands for: anything but a list or a mapping.
 SCALARS = (str, int, float, bool)
-#: Any scalar.
 PLAIN: Any = str | int | float | bool | None
-#: What errors call the types.
+#: The types as errors name them.
 NAME_OF_KIND: dict[type, str] = {
     str: "text",
     int: "a whole number",
@@ -217,7 +208,7 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
     found: list[type] = []
     for member in members(hint):
         if get_origin(member) is Literal:
-            found += [type(word) for word in get_args(member)]
+            found += map(type, get_args(member))
         elif get_origin(member) is None:
             found.append(member)
     return tuple(dict.fromkeys(found))
@@ -226,8 +217,9 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
 def words_of(hint: Any) -> tuple[Any, ...]:
     """Return the only scalars that ``hint`` allows besides null; empty where it allows others, too."""
     scalars = [member for member in members(hint) if get_origin(member) in (None, Literal) and member is not NoneType]
-    literals = [word for member in scalars if get_origin(member) is Literal for word in get_args(member)]
-    return tuple(literals) if all(get_origin(member) is Literal for member in scalars) else ()
+    if any(get_origin(member) is None for member in scalars):
+        return ()
+    return tuple(word for member in scalars for word in get_args(member))
 
 
 def kind_names(kinds: tuple[type, ...]) -> str:
@@ -243,10 +235,7 @@ def check_word(key: str, value: Any, hint: Any) -> None:
 
 
 def container_of(hint: Any, *kinds: type) -> Any:
-    """Return the first member of ``hint`` that is one of ``kinds``, or None.
-
-    For ``int | list[int]`` and the kind ``list`` that is ``list[int]``.
-    """
+    """Return the first member of ``hint`` that is one of ``kinds``: ``list[int]`` of ``int | list[int]`` for list."""
     return next((member for member in members(hint) if get_origin(member) in kinds), None)
 
 

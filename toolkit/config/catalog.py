@@ -49,7 +49,7 @@ SYNTHETIC = Entry((3, 32, 32), "toolkit.data.datasets:synthetic")
 
 
 def entry_of(name: str) -> Entry:
-    """Return the catalog's entry. Raises :class:`ConfigError` with the nearest name for an unknown one."""
+    """Return the entry of a data set. Raises :class:`ConfigError` with the nearest name for an unknown one."""
     entry: Entry | None = registry.find("datasets", name)
     if entry is None:
         known = registry.names("datasets")

@@ -41,7 +41,7 @@ from toolkit.slurm import commands, container
 _SLURMS_MOST = 65_533
 _Some: TypeAlias = Annotated[int, Range(1, _SLURMS_MOST)]
 _Price: TypeAlias = Annotated[float, Range(0, 1e6)]
-_GPU_TYPE = Where(re.compile(r"[\w.+-]+").fullmatch, "{!r} is no type of a GPU, such as a100")
+_GPU_TYPE = Where(re.compile(r"[\w.+-]+").fullmatch, "{!r} is not a type of a GPU, such as a100")
 _MEMORY = Where(lambda size: size == 0 or size >= 0.001, "{!r} is less than a megabyte; 0 is all memory of a node")
 _ON_EACH_NODE = Where(is_absolute, "{!r} is relative: give an absolute path on each node")
 
@@ -67,7 +67,7 @@ class ClusterConfig:
     gpu_type: Annotated[str, TEXT, _GPU_TYPE] | None = None  #: the type in a site's --gres, such as a100
     #: memory of a node; null: the site's default; 0: all that the node has
     mem_gb: Annotated[float, Range(0, 2**20), _MEMORY] | None = None
-    #: the time limit, in minutes, or as 4h or 1-12:00:00; the run goes on in another job when it is over
+    #: the time limit, in minutes, or as 4h or 1-12:00:00; the run continues in another job when it is over
     time_min: Annotated[int, Range(1, 366 * 24 * 60)] = 30
     partition: str | None = None  #: null: the default of the site, as for account and qos
     account: str | None = None
@@ -75,7 +75,7 @@ class ClusterConfig:
     constraint: str | None = None  #: features of nodes, as for sbatch --constraint
     exclude: str | None = None  #: nodes that are never used: n[1-4,7], or the path of a file of them
     exclusive: bool = False  #: no other job on the same nodes
-    #: more nodes than the ranks need, to go on without one that fails
+    #: more nodes than the ranks need, to replace one that fails
     spare_nodes: Annotated[int, Range(0, _SLURMS_MOST)] = 0
     #: nodes that must share a block of the site's topology, such as an NVLink domain, as for sbatch --segment
     segment: _Some | None = None
@@ -152,7 +152,7 @@ def _check_component(cluster: ClusterConfig, where: str, own: Mapping[str, Any])
         full = f"{where}.{key}"
         if key not in OF_COMPONENT:
             raise ConfigError(
-                f"{full}: is no key of a component; {nearest(key, OF_COMPONENT)}valid: {', '.join(OF_COMPONENT)}"
+                f"{full}: is not a key of a component; {nearest(key, OF_COMPONENT)}valid: {', '.join(OF_COMPONENT)}"
             )
         kinds = kinds_of(hints_of(ClusterConfig)[key])
         if not fits(value, kinds):
@@ -174,16 +174,12 @@ def _check_setup(lines: list[str]) -> None:
     # bash -n reads the lines without running them.
     if bash := shutil.which("bash"):
         # In the C locale: bash warns of a locale that this machine lacks, and what it prints counts as an error.
+        text, environ = "\n".join(lines) + "\n", {**os.environ, "LC_ALL": "C"}
         checked = subprocess.run(
-            [bash, "-n"],
-            input="\n".join(lines) + "\n",
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            env={**os.environ, "LC_ALL": "C"},
+            [bash, "-n"], input=text, capture_output=True, text=True, errors="backslashreplace", env=environ
         )
         if checked.stderr:
-            raise ConfigError(f"cluster.setup: these are no lines of bash: {checked.stderr.strip()}")
+            raise ConfigError(f"cluster.setup: bash cannot read these lines: {checked.stderr.strip()}")
 
 
 _LINES = Path(__file__).with_name("sbatch_flags.txt").read_text().splitlines()[1:]
@@ -292,12 +288,9 @@ def as_override(name: str, value: str) -> str | None:
 
 def gpus_in(cluster: ClusterConfig) -> int | None:
     """Return the GPUs of a node that ``cluster.extra.gres`` asks for. None where it asks for none."""
-    found = re.findall(r"(?:^|,)(?:gres[/:])?gpu(?::[^,:]*[^,:0-9][^,:]*)?(?::([0-9]+))?(?=[,(]|$)", _gres(cluster))
+    gres = str(cluster.extra.get("gres", ""))
+    found = re.findall(r"(?:^|,)(?:gres[/:])?gpu(?::[^,:]*[^,:0-9][^,:]*)?(?::([0-9]+))?(?=[,(]|$)", gres)
     return sum(int(count or 1) for count in found) if found else None
-
-
-def _gres(cluster: ClusterConfig) -> str:
-    return str(cluster.extra.get("gres", ""))
 
 
 def _check_extra_sizes(cluster: ClusterConfig) -> None:
@@ -306,7 +299,7 @@ def _check_extra_sizes(cluster: ClusterConfig) -> None:
     differs = any("gpus_per_node" in own for own in cluster.components)
     if count is not None and (differs or (count, cluster.gpu_type) != (cluster.gpus_per_node, None)):
         raise ConfigError(
-            f"cluster.extra.gres: {_gres(cluster)} asks for {count} GPUs of each node; set "
+            f"cluster.extra.gres: {cluster.extra['gres']} asks for {count} GPUs of each node; set "
             f"cluster.gpus_per_node={count} as well, by which ranks are placed, and leave cluster.gpu_type out"
         )
     least = re.match("[0-9]+", str(cluster.extra.get("nodes", "")))
@@ -375,7 +368,7 @@ def _check_hosts(key: str, text: str) -> None:
         raise ConfigError(f"{key}: {error}") from None
     odd = [host for host in hosts if not re.fullmatch(r"[\w.-]+", host)]
     if odd or not hosts:
-        raise ConfigError(f"{key}: {odd[0] if odd else text!r} is no host's name")
+        raise ConfigError(f"{key}: {odd[0] if odd else text!r} is not a host's name")
 
 
 def _plugins_flags() -> frozenset[str]:

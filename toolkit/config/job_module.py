@@ -30,7 +30,6 @@ class JobFiles:
         self._checked = set[tuple[str, str, str]]()
 
     def is_loop(self, job: str) -> bool:
-        """Return what :func:`is_loop` does."""
         if job not in self._loops:
             self._loops[job] = is_loop(job, self._project)
         return self._loops[job]
@@ -55,14 +54,12 @@ def check_job(config: JobConfig, project: Path | None) -> None:
     else:
         main = main_of(source)
         if main is None:
+            what = "and as a script it would do nothing, for it calls nothing"
+            if _calls_something(source, project):
+                what = f"so it is a script of its own: `toolkit submit {source.path}` runs it, or job: with its path"
             raise ConfigError(
                 f"job: {config.job} ({source.path}) has no function main(config) that is left to the toolkit, no class "
-                "derived from toolkit.Job, and no loop with toolkit.start(), "
-                + (
-                    "and as a script it would do nothing, for it calls nothing"
-                    if not _calls_something(source, project)
-                    else f"so it is a script of its own: `toolkit submit {source.path}` runs it, or job: with its path"
-                )
+                f"derived from toolkit.Job, and no loop with toolkit.start(), {what}"
             )
         # It must be callable with one argument: at most one is required, and one can be passed.
         takes = main.args
@@ -114,10 +111,10 @@ def _elsewhere(name: str, source: PythonSource, project: Path) -> PythonSource |
 
 
 def params_source(source: PythonSource, project: Path | None) -> PythonSource:
-    """Return the file that declares the keys of the job in ``source``.
+    """Return the file that declares the keys of the job in ``source``, by the class ``Params``.
 
-    That is the file itself, or without ``Params`` the one that has the class from which its job derives. ``params_of``
-    finds the same keys on a rank.
+    That is the file itself, or the one that has the class from which its job derives. ``params_of`` finds the same keys
+    on a rank.
     """
     folder = project or Path.cwd()
     if "Params" in source.classes or source.imports("Params"):
@@ -143,14 +140,14 @@ def is_loop(job: str, project: Path | None = None) -> bool:
     )
 
 
-def has_own_steps(job: str, project: Path | None = None) -> bool:
-    """True if the steps of a job are the toolkit's, also those of a user's own loop. A library's loop is none.
+def has_own_steps(job: str) -> bool:
+    """True if the steps of a job are the toolkit's, also those of a user's own loop, but not of a library's.
 
-    What a plain function ``main(config)`` does is not known: it is taken for one.
+    Those of a plain function ``main(config)`` are taken for the toolkit's.
     """
-    if job == FOREIGN_JOB or not is_loop(job, project):
+    if job == FOREIGN_JOB or not is_loop(job):
         return job != FOREIGN_JOB
-    return "toolkit.start" in read_source(job_source(job, project)).called
+    return "toolkit.start" in read_source(job_source(job)).called
 
 
 def is_plain(job: str, project: Path | None = None) -> bool:
@@ -308,24 +305,21 @@ def _declared_models(tree: ast.Module) -> list[str] | None:
 
     ``"torchvision"`` among them stands for every classification model of torchvision.
     """
-    for node in tree.body:
-        if not isinstance(node, ast.Assign):
-            continue
-        if "MODELS" not in [target.id for target in node.targets if isinstance(target, ast.Name)]:
-            continue
-        # Anything but a literal would have to be run.
-        try:
-            names = [str(name) for name in ast.literal_eval(node.value)]
-        except (ValueError, TypeError):
-            raise ConfigError(
-                f"job: line {node.value.lineno}: MODELS must be a literal such as ('mlp', 'lenet'), for it is read "
-                "without running the job; or leave it out"
-            ) from None
-        if "torchvision" in names:
-            names.remove("torchvision")
-            names += torchvision_models()
-        return names
-    return None
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    value = next((node.value for node in assigned if "MODELS" in map(ast.unparse, node.targets)), None)
+    if value is None:
+        return None
+    try:
+        names = [str(name) for name in ast.literal_eval(value)]
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"job: line {value.lineno}: MODELS must be a literal such as ('mlp', 'lenet'), for it is read without "
+            "running the job; or leave it out"
+        ) from None
+    if "torchvision" in names:
+        names.remove("torchvision")
+        names += torchvision_models()
+    return names
 
 
 @lru_cache(maxsize=1)

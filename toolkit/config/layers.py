@@ -16,13 +16,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from toolkit.base import fsio, logs, reading
+from toolkit.base import fsio, reading
 from toolkit.base.durations import parse_minutes, parse_slurms
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import yaml_core
@@ -34,6 +33,7 @@ from toolkit.config.script_arguments import MISSING, References, build, escaped,
 from toolkit.config.script_keys import ActingKeys, acting_keys
 from toolkit.config.source import read_source
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
+from toolkit.files import records
 from toolkit.limits import (
     NAME_OF_KIND,
     PLAIN,
@@ -55,8 +55,6 @@ SBATCH_VARIABLES = {
     "qos": "SBATCH_QOS",
     "constraint": "SBATCH_CONSTRAINT",
 }
-
-log = logs.get(__name__)
 
 
 def load_config(
@@ -109,7 +107,7 @@ def merged_layers(
     """
     origins = {} if origins is None else origins
     is_script = path is not None and Path(path).suffix == ".py"
-    layers = site_layers(site)
+    layers = site_layers() if site else []
     of_site = len(layers)
     merged: dict[str, Any] = asdict(JobConfig())
     if site:
@@ -140,7 +138,9 @@ def merged_layers(
     # The params of a run were checked when it was submitted, and its job's file may have changed since.
     if not site and project is None:
         for layer, node in given:
-            _merge(merged["params"], read_mapping(layer, node, "params"))
+            if not isinstance(node, MappingNode):
+                raise layer.error(node, "params is a section: give it keys")
+            _merge(merged["params"], _plain(layer, node, "params"))
         return merged, None
     job = final_value(merged["job"], str, References(merged), ("job",))
     # Of a run's own config only the changes are checked: its script may be another one now.
@@ -186,7 +186,7 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
 
 
 def _refuse_unread(layers: Sequence[Layer], acting: ActingKeys, merged: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of these layers that makes no difference to the job.
+    """Raise ConfigError for the first key or option of these layers that makes no difference to the job.
 
     A key makes one where another refers to it. Log a warning of keys of a program that is not known to read them.
     """
@@ -200,23 +200,16 @@ def _refuse_unread(layers: Sequence[Layer], acting: ActingKeys, merged: Mapping[
             if not acting.include(key):
                 raise layer.error(node, acting.refusal(key, node.value if isinstance(node, ScalarNode) else "..."))
             if key == "args" and isinstance(node, MappingNode):
-                _refuse_options(layer, node, acting, merged["argv"])
+                for name in layer.pairs(node).keys() - named(merged["argv"]):  # words of ``argv`` are set
+                    if refusal := acting.refusal_of_option(name):
+                        raise layer.error(node, refusal)
             if not acting.script and not acting.include_by_toolkit(key):
                 unchecked.append(key)
     if unchecked:
-        _warn_of_unchecked(merged["argv"][0], listing(unchecked, 4))
-
-
-def _refuse_options(layer: Layer, node: MappingNode, acting: ActingKeys, argv: Sequence[str]) -> None:
-    """Raise ConfigError for an ``args.NAME`` that the script's own parser would refuse. Words of ``argv`` are set."""
-    for name in layer.pairs(node).keys() - named(argv):
-        if refusal := acting.refusal_of_option(name):
-            raise layer.error(node, refusal)
-
-
-@lru_cache(maxsize=16)
-def _warn_of_unchecked(program: str, keys: str) -> None:
-    log.warning("%s is no Python file that can be read, so whether it reads %s is not known", program, keys)
+        records.warn_once(
+            f"{merged['argv'][0]} is no Python file that can be read, so whether it reads {listing(unchecked, 4)} is "
+            "not known"
+        )
 
 
 def _leaf_nodes(layer: Layer, node: MappingNode, prefix: str = "") -> Iterator[tuple[str, Node]]:
@@ -272,15 +265,12 @@ class Layer:
             raise ConfigError(f"{self.name}: is not valid YAML: {error}") from None
 
 
-def site_layers(enabled: bool) -> list[Layer]:
-    """Return the layers of the site's file; none if it is absent.
-
-    Raises ConfigError if TOOLKIT_SITE names a file that is absent.
-    """
+def site_layers() -> list[Layer]:
+    """Return the layers of the site's file; none if it is absent. Raises ConfigError if TOOLKIT_SITE names it."""
     named = os.environ.get("TOOLKIT_SITE")
     path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
     # Path's own is_file raises for a HOME that is too long.
-    if not enabled or not (named or os.path.isfile(path)):  # noqa: PTH113
+    if not (named or os.path.isfile(path)):  # noqa: PTH113
         return []
     return file_layers(path, ())
 
@@ -461,20 +451,14 @@ def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:
     return _scalar(layer, node, hint, full)
 
 
-def read_mapping(layer: Layer, node: Node, full: str) -> dict[str, Any]:
-    """Return the plain values of a mapping, of any type."""
-    if not isinstance(node, MappingNode):
-        raise layer.error(node, f"{full} is a section: give it keys")
-    return {key: _plain(layer, value, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
-
-
 def _plain(layer: Layer, node: Node, full: str) -> Any:
+    """Return the plain value of a node, of any type."""
     if full.count(".") + full.count("[") > _MOST_LEVELS:
         raise layer.error(node, f"{full}: nests too deep")
     if isinstance(node, SequenceNode):
         return [_plain(layer, item, f"{full}[{index}]") for index, item in enumerate(node.value)]
     if isinstance(node, MappingNode):
-        return read_mapping(layer, node, full)
+        return {key: _plain(layer, value, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
     return _scalar(layer, node, PLAIN, full)
 
 

@@ -73,7 +73,7 @@ def rates_at(rate: Schedule, step: int, keys: Mapping[str, Any], dataset_size: i
 
 @dataclass(frozen=True)
 class RateChange:
-    """Another rate than a checkpoint's run would have gone on with."""
+    """Another rate than a checkpoint's run would have continued with."""
 
     text: str
     is_asked: bool  #: the rate itself was set, and not only what it follows from
@@ -82,9 +82,9 @@ class RateChange:
 def rate_change(
     saved: Mapping[str, Any], step: int, rate: float, total: int, keys: Mapping[str, Any], run_id: str
 ) -> RateChange | None:
-    """Return what is to be said where a run goes on at another ``rate`` than it would have. None: nothing.
+    """Return what to report where a run continues at another ``rate`` than it would have. None: nothing.
 
-    ``saved`` is what :func:`rates_at` gave for the checkpoint at ``step``. ``total`` and ``keys`` are those of now.
+    ``saved`` is what :func:`rates_at` gave for the checkpoint at ``step``. ``total`` and ``keys`` are the current ones.
     """
     if step >= total:
         return None  # nothing is left to train
@@ -94,7 +94,8 @@ def rate_change(
     text = f"the learning rate was {last:.4g} at step {step}, and is {rate:.4g} from the next step on"
     changed = [key for key in KEYS if key in keys and key in then and keys[key] != then[key]]
     if changed:
-        text += ": " + ", ".join(f"{key} was {_written(then[key])} and is {_written(keys[key])}" for key in changed)
+        shown = {key: ["null" if each[key] is None else each[key] for each in (then, keys)] for key in changed}
+        text += ": " + ", ".join(f"{key} was {before} and is {now}" for key, (before, now) in shown.items())
     if "optim.lr" in changed:
         return RateChange(text, is_asked=True)
     # A job may have a schedule of its own, to which the keys mean nothing.
@@ -124,7 +125,7 @@ def _optim(keys: Mapping[str, Any]) -> OptimConfig:
 def _ways_to_keep(last: float, step: int, total: int, keys: Mapping[str, Any], run_id: str) -> str:
     """Return the commands that keep the rate ``last``, or let it fall from there."""
     rate = f"optim.lr={last:.6g}" + (" optim.warmup_steps=0" if step < keys["optim.warmup_steps"] else "")
-    # What a constant rate has no use for is refused beside it.
+    # What a constant rate has no use for is refused with it.
     constant = " optim.min_lr=0" if keys["optim.min_lr"] else ""
     constant += " optim.decay_steps=null" if keys["optim.decay_steps"] is not None else ""
     keep = f"toolkit resume {run_id} optim.schedule=constant {rate}{constant}"
@@ -133,7 +134,3 @@ def _ways_to_keep(last: float, step: int, total: int, keys: Mapping[str, Any], r
         falling = f"optim.schedule=wsd {rate} optim.decay_steps={total - step}"
         ways += f"; to let it fall from there to optim.min_lr: {falling}"
     return ways
-
-
-def _written(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -43,7 +43,7 @@ class OptimConfig:
     #: each block has its next one's rate times this; the last layers have lr
     layer_decay: Annotated[float, Range(1e-6, 1)] | None = None
     groups: dict[str, dict[str, Setting]] = field(default_factory=dict)  #: pattern of parameters: their own settings
-    #: how the rate goes on after the warm-up
+    #: how the rate changes after the warm-up
     schedule: Annotated[str, OneOf("constant", "linear", "cosine", "wsd")] = "constant"
     min_lr: Factor = 0.0  #: to which a schedule falls
     warmup_steps: Annotated[int, Range(0, STEPS)] = 0  #: the first steps, in which the rate rises

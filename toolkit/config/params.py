@@ -18,7 +18,7 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from types import MappingProxyType, ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -111,7 +111,7 @@ def dataclass_in(source: PythonSource, name: str) -> type | None:
 
 
 def _is_dataclass(source: PythonSource, node: ast.ClassDef) -> bool:
-    return any(map(partial(_is_decorator, source), node.decorator_list))
+    return any(_is_decorator(source, each) for each in node.decorator_list)
 
 
 def _is_decorator(source: PythonSource, node: ast.expr) -> bool:
@@ -149,10 +149,21 @@ class _DataclassReader:
 
     def read(self) -> type:
         """Return the dataclass with plain types and defaults."""
-        module = ast.Module(self._needed(), [])
+        # The statements that the class uses, itself included: imports first, else in the order of the file.
+        found: dict[str, ast.stmt] = {self._node.name: self._bare(self._node)}
+        queue: list[ast.AST] = [*found.values()]
+        for statement in queue:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.AnnAssign):
+                    queue += _types_in_texts(node.annotation)
+                if isinstance(node, ast.Name) and node.id not in found and (used := self._definition(node.id)):
+                    found[node.id] = used
+                    queue.append(used)
+        needed = sorted(found.values(), key=lambda each: (not isinstance(each, _IMPORTS), each.lineno))
         # Annotations stay texts until they are asked for: classes may use each other as types in any order.
         flags = annotations.compiler_flag
-        code = compile(ast.fix_missing_locations(module), str(self._source.path), "exec", flags, dont_inherit=True)
+        module = ast.fix_missing_locations(ast.Module(needed, []))
+        code = compile(module, str(self._source.path), "exec", flags, dont_inherit=True)
         sys.modules[self._module.__name__] = self._module  # dataclasses look their types up there
         try:
             self._run(lambda: exec(code, self._names), self._node)
@@ -175,19 +186,6 @@ class _DataclassReader:
             else:
                 why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"params: {path}, line {lines[-1] if lines else node.lineno}: {why}") from None
-
-    def _needed(self) -> list[ast.stmt]:
-        """Return the statements that the class uses, itself included, imports first, else in the order of the file."""
-        found: dict[str, ast.stmt] = {self._node.name: self._bare(self._node)}
-        queue: list[ast.AST] = [*found.values()]
-        for statement in queue:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.AnnAssign):
-                    queue += _types_in_texts(node.annotation)
-                if isinstance(node, ast.Name) and node.id not in found and (used := self._definition(node.id)):
-                    found[node.id] = used
-                    queue.append(used)
-        return sorted(found.values(), key=lambda each: (not isinstance(each, _IMPORTS), each.lineno))
 
     def _definition(self, name: str) -> ast.stmt | None:
         """Return the statement that defines ``name``, if it is one that may be run."""
@@ -212,7 +210,8 @@ class _DataclassReader:
         if decorators:
             body = [self._bare_field(each) for each in node.body if self._declares_field(each)]
             used = {name.id for each in body for name in ast.walk(each) if isinstance(name, ast.Name)}
-            body[:0] = [each for each in node.body if isinstance(each, ast.Assign) and _names_of(each) & used]
+            constants = [each for each in node.body if isinstance(each, ast.Assign)]
+            body[:0] = [each for each in constants if not used.isdisjoint(map(ast.unparse, each.targets))]
         else:
             body = [self._bare_member(each) for each in node.body if isinstance(each, ast.Assign)]
         bare = ast.ClassDef(node.name, node.bases, node.keywords, body or [ast.Pass()], decorators)
@@ -317,15 +316,10 @@ class _DataclassReader:
         raise self._unknown(node)
 
     def _unknown(self, node: ast.AnnAssign) -> ConfigError:
-        text = f"the type {ast.unparse(node.annotation)} is none that a config can hold; there are {_TYPES}"
-        return self._error(node, text)
+        return self._error(node, f"a config cannot hold the type {ast.unparse(node.annotation)}; there are {_TYPES}")
 
     def _error(self, node: ast.AST, text: str) -> ConfigError:
         return ConfigError(f"params: {self._source.place(node)}: {text}")
-
-
-def _names_of(node: ast.Assign) -> set[str]:
-    return {target.id for target in node.targets if isinstance(target, ast.Name)}
 
 
 def _types_in_texts(annotation: ast.expr) -> Iterator[ast.AST]:

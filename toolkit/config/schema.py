@@ -88,7 +88,7 @@ class RetryConfig:
     #: times that the job goes back into the queue without a new checkpoint in between
     max_requeues: Annotated[int, Range(0, MANY)] = 100
     no_progress_attempts: Count = 2  #: failures at one step, or time limits, without a new step: then it is given up
-    allow_fewer_nodes: bool = False  #: go on with the nodes that are left
+    allow_fewer_nodes: bool = False  #: continue with the nodes that are left
 
 
 @dataclass
@@ -158,17 +158,13 @@ class DataConfig:
                 f"data.images.val_resize: {self.images.val_resize} is less than the edge {size} that is cut out of it; "
                 f"use {size} or more"
             )
-        if self.split != "global":
-            self._check_split()
-
-    def _check_split(self) -> None:
-        """Refuse keys that would change which samples a rank reads."""
+        # These would change which samples a rank reads.
         for key, is_set, why in (
             ("repeats", self.repeats > 1, "copies of a sample would be on other ranks; use 1"),
             ("share", self.share == "auto", "auto would change how far each rank is in its part; use even"),
             ("bad_samples", self.bad_samples == "skip", "skip takes another sample, of any part; use fail"),
         ):
-            if is_set:
+            if is_set and self.split != "global":
                 raise ConfigError(
                     f"data.{key}: does not go with data.split: {self.split}: {why}, or data.split: global"
                 )
@@ -314,8 +310,7 @@ def value_of(config: Any, key: str) -> Any:
     return _reader(key)(config)
 
 
-#: Thousands of configs are read key by key.
-_reader = cache(attrgetter)
+_reader = cache(attrgetter)  # thousands of configs are read key by key
 
 
 def put(config: Any, parts: Sequence[str], value: Any) -> None:

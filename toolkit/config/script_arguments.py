@@ -50,7 +50,12 @@ def with_options(words: Sequence[str], options: Mapping[str, Argument]) -> list[
             most = 0 if is_joined or isinstance(value, bool) else last if isinstance(value, list) else end + 1
             while end < min(last, most) and not _is_option(line[end]):
                 end += 1
-        line[begin:end] = _option(flag, value)
+        if isinstance(value, bool):
+            line[begin:end] = [flag] if value else []
+            continue
+        given = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        # A parser takes a separate word with a dash for the next option.
+        line[begin:end] = [f"{flag}={given[0]}"] if len(given) == 1 and _is_option(given[0]) else [flag, *given]
     return line
 
 
@@ -60,21 +65,13 @@ def named(words: Sequence[str]) -> set[str]:
 
 
 def argv_override(words: Sequence[str], key: str = "argv") -> str:
-    """Return the words after ``--`` as a ``key=value`` argument of a config."""
+    """Return the words after ``--`` as an override of a config."""
     return f"{key}={json.dumps(escaped(list(words)), ensure_ascii=False)}"
 
 
 def flag_of(name: str) -> str:
     """Return the option that ``args.NAME`` sets."""
     return f"-{name}" if len(name) == 1 else f"--{name}"
-
-
-def _option(flag: str, value: Argument) -> list[str]:
-    if isinstance(value, bool):
-        return [flag] if value else []
-    words = [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    # A parser takes a separate word with a dash for the next option.
-    return [f"{flag}={words[0]}"] if len(words) == 1 and _is_option(words[0]) else [flag, *words]
 
 
 def _is_option(word: str) -> bool:

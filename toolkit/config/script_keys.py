@@ -8,6 +8,7 @@ of the project's modules that it imports. Nothing is run, and where the trees do
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
 import sys
@@ -148,8 +149,7 @@ class ActingKeys:
         found = self._of_all
         if key in ("argv", "args"):
             return f"{key}: {self.script} reads no command line, so arguments would change nothing; leave them out"
-        likely = next((option for option in found.options if _alike(option.name, key.rpartition(".")[2])), None)
-        if likely is not None:
+        if likely := next((option for option in found.options if _alike(option.name, key.rpartition(".")[2])), None):
             how = f"for its own option {likely.flag} write args.{likely.name}={value}"
         elif found.options:
             how = f"its own options are {listing([f'args.{option.name}' for option in found.options])}"
@@ -181,8 +181,12 @@ def acting_keys(job: str, argv: Sequence[str], project: Path | None = None) -> A
             places = (*(path.parent for path in paths), folder, folder / "src")
 
             def of_all() -> KeysOfFiles:
-                sources = dict.fromkeys(chain.from_iterable(project_files(script, folder) for script in scripts))
-                return _read_by(tuple(sources), _outside(sources, places), is_foreign)
+                gc.disable()  # it would search the growing trees of all files again and again, a third of the time
+                try:
+                    sources = dict.fromkeys(chain.from_iterable(project_files(script, folder) for script in scripts))
+                    return _read_by(tuple(sources), _outside(sources, places), is_foreign)
+                finally:
+                    gc.enable()
 
             of_scripts = _read_by(tuple(scripts), _outside(scripts, places), is_foreign)
             # Words behind a shell are its own.
@@ -207,20 +211,17 @@ def _scripts_of(argv: Sequence[str], folder: Path) -> Iterator[Path]:
 
 
 def _outside(sources: Iterable[PythonSource], places: Iterable[Path]) -> frozenset[str]:
-    """Return the packages that files import from elsewhere, and that may do what these files do not show."""
+    """Return the packages that files import from elsewhere: they may do what these files do not show."""
     imported = {name.partition(".")[0] for source in sources for name in source.modules}
-    inside = {name for name in imported for place in places if _holds(place, name)}
+    paths = ((name, str(place / name)) for name in imported - _HARMLESS for place in places)
+    inside = {name for name, path in paths if os.path.isdir(path) or os.path.isfile(f"{path}.py")}  # noqa: PTH112, PTH113
     return frozenset(imported - inside - _HARMLESS)
-
-
-def _holds(folder: Path, module: str) -> bool:
-    return os.path.isdir(folder / module) or os.path.isfile(folder / f"{module}.py")  # noqa: PTH112, PTH113
 
 
 @lru_cache(maxsize=16)
 def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_foreign: bool) -> KeysOfFiles:
     """Return the keys that act on these files, the first of which is the script; ``outside`` is :func:`_outside`'s."""
-    called = {source.full_name(node.func) for source in sources for node in source.nodes if isinstance(node, ast.Call)}
+    called = set[str]().union(*(source.called for source in sources))
     by_toolkit: tuple[str, ...] = OF_ANY_JOB
     if any(name.startswith(f"{adapter}.") for adapter in registry.names("adapters").values() for name in called):
         by_toolkit += OF_ADAPTERS
@@ -259,26 +260,21 @@ class _Reader:
 
     def may_parse_arguments(self) -> bool:
         """True if anything in the files may look at the command line."""
+        if self._outside:
+            return True
         names = {getattr(node, "attr", getattr(node, "id", None)) for source in self._sources for node in source.nodes}
-        return bool(self._outside) or not names.isdisjoint({"argv", "orig_argv", *_HIDING})
+        return not names.isdisjoint({"argv", "orig_argv", *_HIDING})
 
     def read_keys(self) -> set[str]:
         """Return the places that the files read."""
-        self._find_aliases()
-        read: set[str] = set()
-        for source in self._sources:
-            for node in source.nodes:
-                read |= self._read_at(node, source)
-        return read
-
-    def _find_aliases(self) -> None:
-        """Find names for the config and its sections: ``cfg = run.config``. One may be made of another."""
+        # First find names for the config and its sections: ``cfg = run.config``. One may be made of another.
         count = -1
         while count != (count := sum(map(len, self._aliases.values()))):
             for name, made in self._made.items():
                 for value, source in made:
                     if value is not None and (places := self._places(value, source) & _SECTIONS):
                         self._aliases.setdefault(name, set()).update(places)
+        return {place for source in self._sources for node in source.nodes for place in self._read_at(node, source)}
 
     def _read_at(self, node: ast.AST, source: PythonSource) -> set[str]:
         """Return the places that are read where ``node`` stands."""
@@ -286,9 +282,7 @@ class _Reader:
             return {""}
         if isinstance(node, (ast.Name, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
             return set()
-        read: set[str] = set()
-        if isinstance(node, ast.Call):
-            read |= self._read_by_call(node, source)
+        read = self._read_by_call(node, source) if isinstance(node, ast.Call) else set()
         if not (places := self._places(node, source)):
             return read
         parent = source.parents.get(node)
@@ -452,7 +446,7 @@ def _flags(sources: Sequence[PythonSource]) -> tuple[frozenset[str], bool]:
 
 
 def _last_part(node: ast.expr | None) -> str:
-    """Return ``b`` of ``a.b``; "" of an expression that is no name."""
+    """Return ``b`` of ``a.b``; "" of an expression that is not a name."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
@@ -468,7 +462,7 @@ def _of_signature(function: ast.FunctionDef | None) -> list[Option | None]:
 
 
 def _option(flag: str, default: ast.expr | None, about: ast.expr | None) -> Option:
-    shown = "" if _is_none(default) or default is None else f"default {ast.unparse(default)}"
+    shown = "" if default is None or _is_none(default) else f"default {ast.unparse(default)}"
     text = about.value if isinstance(about, ast.Constant) and isinstance(about.value, str) else ""
     return Option(flag, "; ".join(filter(None, (shown, " ".join(text.split())))))
 

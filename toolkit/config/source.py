@@ -32,16 +32,11 @@ def read_source(path: Path) -> PythonSource:
         raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
 
 
-@lru_cache(maxsize=128)
-def _parsed(path: Path, content: bytes) -> PythonSource:
-    return PythonSource(path, content)
-
-
 def project_files(script: PythonSource, project: Path) -> tuple[PythonSource, ...]:
     """Return the script and the modules of ``project`` that it imports, also through each other.
 
-    A module is looked for beside the script, in the project and in its ``src`` folder. One that cannot be read is left
-    out. The toolkit itself is none of them.
+    A module is looked for next to the script, in the project and in its ``src`` folder. One that cannot be read is left
+    out, as is the toolkit itself.
     """
     found = {script.path.resolve(): script}
     queue = [script]
@@ -81,8 +76,8 @@ class PythonSource:
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self._content = path, content
         self.tree = ast.parse(content, filename=str(path))
-        #: All nodes of the tree.
-        self.nodes = [*ast.walk(self.tree)]
+        #: All nodes of the tree but ``Load()`` and the like, which are half of them and say nothing.
+        self.nodes = [node for node in ast.walk(self.tree) if not isinstance(node, (ast.expr_context, ast.operator))]
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
 
@@ -152,11 +147,11 @@ class PythonSource:
         return {self.full_name(node.func) for node in self.nodes if isinstance(node, ast.Call)}
 
     def docstring(self, name: str) -> str:
-        """Return the docstring of a class, or an empty text."""
+        """Return the docstring of a class; empty without one."""
         return ast.get_docstring(self.classes[name]) or ""
 
     def imports(self, name: str) -> bool:
-        """True if ``name`` is imported from another file."""
+        """True if ``name`` is imported from elsewhere."""
         return name in self._imported
 
     def comments(self, name: str) -> dict[str, str]:
@@ -190,6 +185,9 @@ class PythonSource:
                 text = _FOR_TOOLS.sub("", token.string).lstrip("#:").strip()
                 found[token.start[0]] = mark, text
         return found
+
+
+_parsed = lru_cache(maxsize=128)(PythonSource)
 
 
 def _touched(node: ast.AST) -> Iterator[str]:

@@ -18,30 +18,19 @@ Pairs: TypeAlias = dict[str, tuple[ScalarNode, Node]]
 
 _PREFIX = "tag:yaml.org,2002:"
 MERGE = _PREFIX + "merge"
+_DECIMAL = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 #: What plain words stand for, by their tags. The last column lists their possible first characters, for PyYAML.
 _PLAIN = (
     ("null", re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]),
     ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")),
     ("int", re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"), list("-+0123456789")),
-    (
-        "float",
-        re.compile(
-            r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
-        ),
-        list("-+0123456789."),
-    ),
+    ("float", re.compile(rf"(?:{_DECIMAL}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"), list("-+0123456789.")),
     ("merge", re.compile(r"<<\Z"), ["<"]),  # not in version 1.2, but common
 )
 
 
 class _YamlLoader(yaml.SafeLoader):
     """A loader in Python. The one in C crashes the process where brackets nest too deep."""
-
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse deep nesting, which no config needs. Each bracket costs as much time as all those around it."""
-        if self.flow_level >= 50:
-            raise yaml.YAMLError("its brackets nest too deep")
-        super().fetch_flow_collection_start(token)
 
 
 class _YamlDumper(yaml.SafeDumper):
@@ -51,10 +40,7 @@ class _YamlDumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> ScalarNode:
-        """Write a text, with escapes for characters that are not printable.
-
-        In other styles some of these are line breaks.
-        """
+        """Write a text, with escapes for what is not printable: in other styles some of that would break lines."""
         return self.represent_scalar(_PREFIX + "str", data, style=None if data.isprintable() else '"')
 
 
@@ -78,19 +64,13 @@ def compose(text: str) -> Node | None:
 
 
 def dump(value: Any) -> str:
-    """Return ``value`` as block YAML in which every text stays on its line.
-
-    ``value`` is made of mappings, lists and scalars.
-    """
+    """Return mappings, lists and scalars as block YAML in which every text stays on its line."""
     text: str = yaml.dump(value, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=2**31 - 1)
     return text
 
 
 def scalar_of(node: ScalarNode) -> Scalar:
-    """Return what a scalar stands for.
-
-    Raises ValueError for a tag outside of the core schema, or one that does not fit.
-    """
+    """Return what a scalar stands for. Raises ValueError for a tag outside of the core schema, or that does not fit."""
     kind, text = node.tag.removeprefix(_PREFIX), str(node.value)
     if kind in ("str", "merge"):
         return text
@@ -106,22 +86,18 @@ def scalar_of(node: ScalarNode) -> Scalar:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def pairs_of(node: MappingNode) -> Pairs:
+def pairs_of(node: MappingNode, done: dict[int, Pairs | None] | None = None) -> Pairs:
     """Return the keys of a mapping as written, each with its node and its value's.
 
     Merged keys (``<<``) come first. Raises ValueError for a key that is there twice, and for one that is not a single
-    word.
+    word. ``done`` are the pairs of nodes that were read before, and None of one that is being read.
     """
-    return _pairs(node, {})
-
-
-def _pairs(node: MappingNode, done: dict[int, Pairs | None]) -> Pairs:
+    done = {} if done is None else done
     if id(node) in done:
         known = done[id(node)]
         if known is None:
             raise ValueError(f"{_place(node)}: a mapping that merges itself")
         return known
-    # None marks a mapping that is being read: one that merges itself comes back here.
     done[id(node)] = None
     merged: Pairs = {}
     own: Pairs = {}
@@ -133,7 +109,7 @@ def _pairs(node: MappingNode, done: dict[int, Pairs | None]) -> Pairs:
             for base in value.value if isinstance(value, SequenceNode) else [value]:
                 if not isinstance(base, MappingNode):
                     raise ValueError(f"{_place(value)}: << takes a mapping")
-                merged = {**_pairs(base, done), **merged}
+                merged = {**pairs_of(base, done), **merged}
         elif key.value in own:
             raise ValueError(f"{_place(key)}: {key.value!r} is there twice")
         else:

@@ -39,7 +39,7 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ("cluster.tasks_per_node=0", "cluster.tasks_per_node: 0"),
         ("cluster.cpus_per_task=100000", "cluster.cpus_per_task: 100000"),
         ("cluster.gpus_per_node=-1", "cluster.gpus_per_node: -1"),
-        ("cluster.gpu_type=a100:2", "cluster.gpu_type: 'a100:2' is no type of a GPU"),
+        ("cluster.gpu_type=a100:2", "cluster.gpu_type: 'a100:2' is not a type of a GPU"),
         ("cluster.mem_gb=0.0001", "cluster.mem_gb: 0.0001 is less than a megabyte; 0 is all memory of a node"),
         ("cluster.mem_gb=.inf", "cluster.mem_gb: inf is refused"),
         ("cluster.time_min=0", "cluster.time_min: 0 is refused"),
@@ -53,8 +53,8 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
             "cluster.exclude='n[2-1]'",
             "cluster.exclude: host list 'n[2-1]', character 3: the range '2-1' runs back",
         ),
-        ("cluster.exclude='n1,$(x)'", "cluster.exclude: '$(x)' is no host's name"),
-        ("cluster.exclude=','", "cluster.exclude: ',' is no host's name"),
+        ("cluster.exclude='n1,$(x)'", "cluster.exclude: '$(x)' is not a host's name"),
+        ("cluster.exclude=','", "cluster.exclude: ',' is not a host's name"),
         ("cluster.exclude=/no/list", "cluster.exclude: there is no file /no/list"),
         ("cluster.spare_nodes=1000000000000", "cluster.spare_nodes: 1000000000000 is refused"),
         ("cluster.signal_delay_s=-1", "cluster.signal_delay_s: -1"),
@@ -63,9 +63,9 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ('cluster.setup=["ls\\0"]', "cluster.setup[0]: 'ls\\x00' is empty or holds a line break"),
         ("cluster.setup=['#SBATCH --uid=0']", "cluster.setup: '#SBATCH --uid=0' is an option of sbatch"),
         ("cluster.setup=['module load x \\']", "cluster.setup: 'module load x \\\\' ends with a backslash"),
-        ('cluster.setup=["echo \'a"]', "cluster.setup: these are no lines of bash: "),
-        ("cluster.setup=['if true; then']", "cluster.setup: these are no lines of bash: "),
-        ("cluster.setup=['cat <<END', text]", "cluster.setup: these are no lines of bash: "),
+        ('cluster.setup=["echo \'a"]', "cluster.setup: bash cannot read these lines: "),
+        ("cluster.setup=['if true; then']", "cluster.setup: bash cannot read these lines: "),
+        ("cluster.setup=['cat <<END', text]", "cluster.setup: bash cannot read these lines: "),
         ("cluster.container=/no/image.sif", "cluster.container: there is no /no/image.sif"),
         ("cluster.container_mounts=[/no/folder]", "cluster.container_mounts: there is no folder /no/folder"),
         ("cluster.extra={test-only: true}", "cluster.extra.test-only: sbatch would submit nothing"),
@@ -158,7 +158,7 @@ def test_lines_of_bash_are_fine_in_a_locale_that_this_machine_lacks(monkeypatch:
     """bash warns of it, as do the locales that ssh takes along from a laptop."""
     monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")
     validate(load_config(None, ["cluster.setup=['echo é']"]))
-    assert refusal("cluster.setup=['if é']").startswith("cluster.setup: these are no lines of bash: ")
+    assert refusal("cluster.setup=['if é']").startswith("cluster.setup: bash cannot read these lines: ")
 
 
 def test_no_number_of_a_config_can_be_huge_or_none() -> None:
