@@ -34,7 +34,6 @@ from toolkit.train.engine import LoopEngine
 from toolkit.train.loop import Trainer
 from toolkit.train.loss_windows import LossWindow
 from toolkit.train.user_loop import TrainingRun
-from toolkit.train.user_steps import UserSteps
 
 #: What is timed, in the order of a step.
 PARTS: dict[str, tuple[Any, str]] = {
@@ -51,8 +50,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     "boundary": (LoopEngine, "_boundary"),
     "seeds of toolkit.start": (feed, "reseed"),
     "run.log": (TrainingRun, "log"),
-    "between two steps of toolkit.start": (UserSteps, "_end_step"),
-    "of that metrics written": (UserSteps, "_write"),
+    "between two steps of toolkit.start": (TrainingRun, "_end_step"),
+    "of that metrics written": (TrainingRun, "_write"),
 }
 CONTENDERS = {
     "ours": loop.supervised,

@@ -139,22 +139,22 @@ def _be_a_rank(call: Mapping[str, Any]) -> None:
 def _arm(strike: Mapping[str, Any]) -> None:
     """Have this process get the strike's signal at its moment."""
     from toolkit.train.saver import Saver
-    from toolkit.train.user_steps import UserSteps
+    from toolkit.train.user_loop import TrainingRun
 
     def hit() -> None:
         os.kill(os.getpid(), signal.Signals[strike["signal"]])
 
     if strike["at"] == "step":
-        count = UserSteps._count_step
+        count = TrainingRun._count_step
 
-        def count_step(self: UserSteps) -> None:
+        def count_step(self: TrainingRun) -> None:
             count(self)
             if self.step == strike["step"]:
                 hit()
             elif self.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
                 time.sleep(0.1)
 
-        UserSteps._count_step = count_step
+        TrainingRun._count_step = count_step
         return
     include = Saver.include_files
 

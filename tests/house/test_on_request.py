@@ -23,7 +23,7 @@ from toolkit.ranks.stop import Gate
 from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Answer, UserRequest, Wish
 from toolkit.train import profile
-from toolkit.train.on_request import OnRequest
+from toolkit.train.profile import OnRequest
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_the_files_of_a_profile_of_the_last_steps_are_waited_for(run: RunDir, mo
 
 def test_a_disk_that_is_full_costs_only_the_profile(tmp_path: Path) -> None:
     answers: list[Answer] = []
-    recorded = profile.StepProfile(tmp_path, 0, 5, 1, memory=False, answer=answers.append)
+    recorded = profile.StepProfile(tmp_path, profile_of(1), 5, answers.append)
     torch.ones(3).sum()
     with no_file_longer_than(100):
         assert not recorded.pass_step(6)

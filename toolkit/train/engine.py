@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from toolkit import hang
+from toolkit import hang, registry
 from toolkit.base import logs
 from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
-from toolkit.config import TrainConfig
+from toolkit.config import JobConfig, TrainConfig, all_keys, dump_config, leaves, value_of
 from toolkit.devices import accelerator
 from toolkit.files.run_files import STOPPED_PHASE
+from toolkit.files.rundir import RunDir
 from toolkit.metrics.goodput import Timesheet
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import Sink, build_sinks
 from toolkit.nodes.agent import preimports
+from toolkit.ranks import nested
+from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
@@ -39,6 +44,16 @@ log = logs.get(__name__)
 
 #: Tag for the number of logging steps whose mean loss was not finite; logged only when there were some.
 NOT_FINITE = "train/not_finite"
+_IMAGES = 16
+#: Keys by which runs are not compared. TensorBoard shows only the first columns without scrolling.
+_LEFT_OUT = (
+    *("data.augment", "data.bad_samples", "data.max_bad_samples", "data.share", "data.split", "data.workers"),
+    *("strategy.activation_checkpointing", "strategy.compression", "strategy.pipeline.split", "strategy.tensor_plan"),
+    *("train.channels_last", "train.compile", "train.cudnn_benchmark", "train.expandable_segments"),
+    *("train.log_every", "train.on_nan", "train.pruning.end_step", "train.pruning.every_steps"),
+    *("train.pruning.start_step", "train.pruning.structured", "train.rollback_after", "train.skip_bad_steps"),
+)
+_SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 
 
 class LoopEngine:
@@ -64,13 +79,14 @@ class LoopEngine:
         self._in_step = False
         self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
         self._log_due = self._save_due = False
+        self._figured = -1  #: the step that has its :meth:`_figures` already
         self._stopped: StoppedError | None = None
 
     # ------------------------------------------------------------------------------------------ what a loop provides
 
     def _after_step(self) -> bool:
         """Do what else is due after a step. Return False where no save or stop may come now."""
-        return True
+        raise NotImplementedError
 
     def _write(self) -> None:
         """Log the means since the last logging step."""
@@ -86,6 +102,7 @@ class LoopEngine:
 
     def _restore(self, meta: Mapping[str, Any]) -> None:
         """Take over what :meth:`_saved_with` has left in a checkpoint."""
+        self._figured = self.step  # nothing was measured yet
         if "log" in meta:  # a library's loop keeps no means, and older checkpoints have others
             self._window.restore(meta["log"])
             self._not_finite.restore(meta)
@@ -106,7 +123,8 @@ class LoopEngine:
         loaded = self._checkpoints.resume()
         if loaded is not None:
             self.step = self._saved = loaded.step
-            self._metrics = _figures(loaded.meta.get("metrics"))
+            metrics: Any = loaded.meta["metrics"]
+            self._metrics = dict(metrics)
             self._restore(loaded.meta)
         session.progress(step_start=self.step)
         # The metrics' files are opened after the resume: they drop what was logged after its step.
@@ -134,7 +152,7 @@ class LoopEngine:
         self._session.finish(result)
 
     def close(self) -> None:
-        """Close the loaders and files. Nothing is saved here, so nothing is saved after an error."""
+        """Close the loaders and files. Nothing is saved: it may be called after an error."""
         self._stack.close()
 
     # ---------------------------------------------------------------------------------------------------- the steps
@@ -156,14 +174,14 @@ class LoopEngine:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Count the step in progress, if any, and do what is due after it."""
+        """Count the step in progress, if there is one, and do what is due after it."""
         self._log_step()
         if self._after_step():
             self._save_or_copy()
             self._boundary()
 
     def _log_step(self) -> None:
-        """Count the step in progress, if any, and log if that is due."""
+        """Count the step in progress, if there is one, and log if that is due."""
         if self._in_step:
             self._count_step()
             # Log before saving: a rollback happens there, and a loss that is not finite is found.
@@ -172,7 +190,7 @@ class LoopEngine:
                 self._write()
 
     def _count_step(self) -> None:
-        """Count the step in progress, if there is one. What is due after it is still to be done."""
+        """Count the step in progress, if there is one."""
         if not self._in_step:
             return
         self._in_step = False
@@ -194,9 +212,7 @@ class LoopEngine:
     # --------------------------------------------------------------------------------------------- between two steps
 
     def _boundary(self) -> None:
-        """Stop, save or carry out a user's request where all ranks have agreed to.
-
-        Call it before the first step and after each step.
+        """Stop, save or carry out a user's request where all ranks have agreed to. Called between two steps.
 
         Raises StoppedError with everything committed.
         """
@@ -217,10 +233,7 @@ class LoopEngine:
         self._activity.phase = hang.OWN_CODE
 
     def _stop(self) -> NoReturn:
-        """Commit, and raise StoppedError. All ranks call it at one step.
-
-        Where this attempt has gained no step there is nothing to commit.
-        """
+        """Commit, and raise StoppedError. All ranks call it at one step."""
         # A save in progress counts if it is of this step; one of an earlier step is given up for a new one.
         with self._sheet.on("checkpoint"):
             self._checkpoints.saver.await_save(self.step)
@@ -266,17 +279,15 @@ class LoopEngine:
                 self._sink.flush()  # a restart from there logs nothing before it again
                 copies.keep(self.step, self._reached(), began_s)
 
-    def _figures(self, speed: Callable[[float], Mapping[str, float]] = lambda samples_per_s: {}) -> dict[str, float]:
-        """Return the figures that every loop logs.
-
-        They are its speed, memory, the attempt's number and where the time went. ``speed(samples_per_s)`` adds the
-        job's own figures.
-        """
+    def _figures(self) -> dict[str, float]:
+        """Return the figures of every loop, once for each step: its speed, memory, attempts and where the time went."""
+        if self._figured == self.step:
+            return {}
+        self._figured = self.step
         return {
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             "train/memory_peak_gib": memory_peak_bytes(self._session.device) / (1 << 30),
-            **speed(self._throughput.samples_per_s),
             **(self._history.scalars(self.step) or {}),
         }
 
@@ -324,5 +335,44 @@ def memory_peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _figures(value: Any) -> dict[str, float]:
-    return {str(name): float(figure) for name, figure in (value or {}).items()}
+def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
+    """Log the config as text and hyper-parameters, and the first images of ``sample``."""
+    sink.text("config", dump_config(config))
+    # Keys of the strategies that this run does not use say nothing about it.
+    others = tuple(f"strategy.{name}." for name in registry.names("strategies") if name != config.strategy.name)
+    shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
+    values = _shown((key, value_of(config, key)) for key in shown if key not in _LEFT_OUT)
+    sink.hparams(_own(config) | values, metrics=("eval/accuracy", "eval/loss"))
+    for leaf in () if sample is None else nested.leaves(sample.data):
+        if isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[1] in (1, 3):
+            sink.images("samples", leaf[:_IMAGES])
+            return
+
+
+def describe_script(config: JobConfig, run_dir: Path, sink: Sink) -> None:
+    """Log the config as text, and the hyper-parameters of a script with a loop of its own, if it has any."""
+    sink.text("config", dump_config(config))
+    if values := hparams_of_script(config, run_dir):
+        sink.hparams(values)
+
+
+def hparams_of_script(config: JobConfig, run_dir: Path) -> dict[str, bool | int | float | str]:
+    """Return the script's own keys and options, and the keys that the run's sweep varies, as hyper-parameters."""
+    point = RunDir(run_dir).point()
+    return _own(config) | ({} if point is None else _shown(point.values.items()))
+
+
+def _own(config: JobConfig) -> dict[str, bool | int | float | str]:
+    """Return the job's own keys, and a script's options, as hyper-parameters."""
+    return _shown([*leaves(config.params), *leaves(config.args, "args")])
+
+
+def _shown(values: Iterable[tuple[str, Any]]) -> dict[str, bool | int | float | str]:
+    """Return lists and mappings as text. Leave out null and what is empty: TensorBoard has no way to show them."""
+    shown: dict[str, bool | int | float | str] = {}
+    for key, value in values:
+        if isinstance(value, (bool, int, float, str)):
+            shown[key] = value
+        elif isinstance(value, (list, dict)) and value:
+            shown[key] = str(value)
+    return shown

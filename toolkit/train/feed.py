@@ -1,28 +1,34 @@
 """The batches of a user's own loop, resumable at any step.
 
-They come from our loader, torch's DataLoader, or any other iterable. A position in the data is an epoch and a number of
-batches in it. Our loader gives the batch of any position at once. A stateful loader (torchdata's) has its state saved.
-Any other one is moved forward by reading the batches before the position.
+They come from our loader, torch's DataLoader, or any other iterable. Our loader gives the batch of any position at
+once. A stateful loader (torchdata's) has its state saved. Any other one is moved forward by reading the batches before
+the position.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 from toolkit.base import logs
-from toolkit.base.errors import JobCodeError
+from toolkit.base.errors import ConfigError, JobCodeError
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import hash64
 from toolkit.data.randomness import RandomGenerator, generators_in, origin_of, reseed, seed_generator
+from toolkit.ranks.session import Session
+from toolkit.train.user_state import UserState
 
 log = logs.get(__name__)
 
 Reseed: TypeAlias = Callable[[int], None]
 #: The epoch's rounds: the number of an epoch, and of a later ``run.steps`` in it, in one, below any loader's bounds.
 ROUNDS = 1 << 20
+#: A loop has one loader, or a few in turn.
+MAX_FEEDS = 15
+#: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
+PARTS = ("sampler", "batch_sampler", "dataset")
 
 
 class Feed(Protocol):
@@ -31,9 +37,8 @@ class Feed(Protocol):
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
         """Yield the batches of round ``number`` from batch ``first`` on. That one is of step ``step``.
 
-        A round is an epoch, and ``ROUNDS`` for each earlier ``run.steps`` in it.
-
-        The random generators are seeded for each step before its batch is fetched.
+        A round is an epoch, and ``ROUNDS`` for each earlier ``run.steps`` in it. The random generators are seeded for
+        each step before its batch is fetched.
         """
 
     def batches_in(self, number: int) -> int | None:
@@ -72,6 +77,48 @@ class LoaderFeed:
         return -(-number * self._loader.dataset_size // self._loader.global_batch_size)
 
 
+class Feeds:
+    """The feeds of a loop's loaders. A loader keeps its feed over the epochs: only in the first is a position set."""
+
+    def __init__(self, seed: Reseed, session: Session) -> None:
+        self._seed, self._session = seed, session
+        self._feeds: dict[int, IterableFeed] = {}
+        self._has_warned = False  #: of a loader that a resume cannot repeat
+
+    def of(self, loader: Any, state: UserState | None) -> Feed:
+        """Return the feed of ``loader``. ``state`` is what the loop has handed over."""
+        if isinstance(loader, Loader):
+            return LoaderFeed(loader, self._seed)
+        feed = self._feeds.pop(id(loader), None)
+        if feed is None:
+            inner = inner_of(loader)
+            if state is not None:
+                _refuse_a_part(inner, state)
+            if (warning := warning_about(loader)) and self._session.is_main and not self._has_warned:
+                self._has_warned = True
+                log.warning("run.steps: %s", warning)
+            is_there = state is not None and state.has_filled(inner)
+            origins = None if state is None else state.origins
+            feed = IterableFeed(loader, self._seed, self._session.world_size, is_there=is_there, origins=origins)
+        # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
+        self._feeds = {**dict([*self._feeds.items()][-MAX_FEEDS:]), id(loader): feed}
+        return feed
+
+
+def _refuse_a_part(loader: Any, state: UserState) -> None:
+    """Raise ConfigError where a part that has the position was handed over without the loader."""
+    owners = {name: part for name in PARTS if (part := getattr(loader, name, None)) is not None}
+    if isinstance(owners.get("dataset"), Sized):  # one with an index, whose state is something else
+        del owners["dataset"]
+    held = [name for name, part in owners.items() if state.has(part)]
+    if held and not state.has(loader):
+        raise ConfigError(
+            f"run.resumable: the {held[0]} of the loader in run.steps was handed over: run.steps keeps its position, "
+            "and a resume would move it on twice; leave it out, or hand over a loader with a state (torchdata's "
+            "StatefulDataLoader)"
+        )
+
+
 class IterableFeed:
     """Batches of an iterable that is begun again for each epoch, as a DataLoader is."""
 
@@ -97,7 +144,12 @@ class IterableFeed:
         self._is_there = is_there
 
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
-        batches = self._resumed(number) if self._is_there else self._begun(number)
+        if self._is_there and hasattr(self._loader, "restart_on_stop_iteration"):
+            # torchdata's nodes would begin the next epoch at once where the position is this one's end.
+            with set_for_now(self._loader, restart_on_stop_iteration=False):
+                batches = self._begun(number)
+        else:
+            batches = self._begun(number)
         # After a resume in the middle of an epoch: read the batches before it, unless the loader's state did that.
         skip, self._is_there = 0 if self._is_there else first, False
         began = time.monotonic()
@@ -127,14 +179,6 @@ class IterableFeed:
             except StopIteration:
                 return
             step += 1
-
-    def _resumed(self, number: int) -> Iterator[Any]:
-        """Go on with an epoch whose position the loader knows."""
-        if not hasattr(self._loader, "restart_on_stop_iteration"):
-            return self._begun(number)
-        # torchdata's nodes would begin the next epoch at once where the position is this one's end.
-        with set_for_now(self._loader, restart_on_stop_iteration=False):
-            return self._begun(number)
 
     def batches_in(self, number: int) -> int | None:
         try:
@@ -215,10 +259,49 @@ def warning_about(loader: Any) -> str:
     return ""
 
 
-#: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
-PARTS = ("sampler", "batch_sampler", "dataset")
-
-
 def seeder(seed: int, rank: int) -> Reseed:
     """Return a function that seeds a rank's generators by the step. An epoch's beginning has step -1 - epoch."""
     return lambda step: reseed(seed, step, rank)
+
+
+class Steps:
+    """Batches, to be gone through once, one for each step::
+
+    >>> def epoch(run: toolkit.TrainingRun, loader: torch.utils.data.DataLoader) -> None:
+    ...     for number, batch in run.steps(loader).enumerate():  # continues after a resume within the epoch
+    ...         rate = 0.1 * number / len(loader)
+    """
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int | None], number: Callable[[], int]) -> None:
+        """Take the ``batches``. In a step ``number()`` is its number within what ``length()`` counts."""
+        self._batches, self._length, self._number = batches, length, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches  # no call of ours between the loop and its next batch
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """Return the number of batches in the whole epoch, or the ``total``, also after a resume within it.
+
+        Progress bars and metric loggers divide by it. Raises TypeError where the loader has no length.
+        """
+        length = self._length()
+        if length is None:
+            raise TypeError("run.steps: this loader has no len()")
+        return length
+
+    def __bool__(self) -> bool:
+        return True
+
+    def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield each batch with its number within the epoch, or of the run where ``run.steps`` has a ``total``.
+
+        After a resume the numbers continue, where Python's ``enumerate`` would begin at 0 again.
+        """
+        for batch in self._batches:
+            number = start + self._number()
+            yield number, batch
+            del batch  # else it would stay in memory until the end
+            yield from enumerate(self._batches, number + 1)  # C code: no call of ours in a step

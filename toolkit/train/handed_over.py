@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.tensors import to_bytes
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.update.optimizer_state import refuse_lost_state
+
+log = logs.get(__name__)
 
 FROZEN = "update/frozen"
 
@@ -199,6 +202,7 @@ class Accumulation:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._since = dict.fromkeys(optimizers, 0)  #: steps of the loop that have ended since the optimizer's last
         self._interval = 0  #: the most steps of the loop that an optimizer's step was waited for
+        self._has_warned = False
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_step)
 
@@ -216,6 +220,18 @@ class Accumulation:
     def is_open(self) -> bool:
         """True if the next step of an optimizer is to be waited for. After a long time without it none is expected."""
         return 0 < self.waited < (2 * self._interval or MAX_OPEN_STEPS)
+
+    def warn_of_idle(self, step: int) -> None:
+        """Warn once, where the loop is saved at ``step``, that no optimizer made a step in its last one."""
+        if self.waited and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "step %d is saved, and no optimizer of run.resumable has made a step since step %d: if the loop has "
+                "replaced it, a resume has the old one. Keep one optimizer: give it groups by add_param_group, and set "
+                "their rates",
+                step,
+                step - self.waited,
+            )
 
     def may_hold_gradients(self, optimizer: Optimizer) -> bool:
         """True if ``optimizer`` made no step in the loop's last one: its gradients may be those of several batches."""

@@ -18,7 +18,7 @@ default.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from toolkit.config.learning_rate import Schedule, build_schedule
 from toolkit.data.datasets import Dataset, Pictures
 from toolkit.data.loader import MakesLoader
 from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import open_session
 from toolkit.strategies import Custom
 from toolkit.strategies.objective import Forward, Loss, Losses, Rows
 from toolkit.train.optim import build_optimizer
@@ -113,9 +114,14 @@ class Job(Hooks):
     @classmethod
     def main(cls, config: JobConfig, params: Any) -> None:
         """Be one rank of the training; every rank calls it."""
-        from toolkit.train.run_job import train  # which needs this class
+        from toolkit.train.run_job import training_of  # which needs this class
 
-        train(cls, config, params)
+        cluster = config.cluster
+        with (
+            open_session(config.dist, cluster.gpus_per_node, cluster.tasks_per_gpu) as session,
+            closing(training_of(cls, config, params, session)) as training,
+        ):
+            training.fit()
 
     # ------------------------------------------------------------------------------------------------------ the data
 

@@ -1,4 +1,4 @@
-"""The training loop. Its state is the step number: batches and learning rate are functions of it.
+"""The training loop of jobs. Its state is the step number: batches and learning rate are functions of it.
 
 There are two exceptions. A loader of streams has a position of its own, for which the checkpoints ask it. Shares that
 follow the ranks' speeds are saved with the step.
@@ -36,7 +36,7 @@ log = logs.get(__name__)
 
 #: Called once in a run's life, at its fresh start.
 Describe: TypeAlias = Callable[[Sink], None]
-#: Called after each evaluation with the step, on every rank, to log what TensorBoard is to get beside the figures.
+#: Called after each evaluation with the step, on every rank, to log what TensorBoard is to get besides the figures.
 Show: TypeAlias = Callable[[Sink, int], None]
 
 
@@ -64,7 +64,7 @@ class Trainer(LoopEngine):
         checkpoints: Checkpoints,
         rate_keys: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step.
+        """``schedule(total_steps)`` gives the learning rate as a function of the step.
 
         ``rate_keys`` are the values of the config that the rate follows from.
         """
@@ -78,11 +78,10 @@ class Trainer(LoopEngine):
         self._samples = loader.global_batch_size
         self._total: int = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr, self._rate_keys = schedule(self._total), rate_keys or {}
-        # Collected over the steps, and read and logged at logging steps.
-        ranks, rank = session.world_size, session.rank
-        self._window = LossWindow(rank, ranks, strategy.by_rank, strategy.gather, are_parts=True)
+        ranks = session.world_size
+        self._window = LossWindow(session.rank, ranks, strategy.by_rank, strategy.gather, are_parts=True)
         self._pace = parts.rank_pace(session)
-        self._balance = parts.share_balance(loader, strategy, session.world_size, config.accumulate)
+        self._balance = parts.share_balance(loader, strategy, ranks, config.accumulate)
         self._bad_samples = parts.bad_sample_list(loader, session)
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = JobNotFinite(config, session, strategy, loader, checkpoints.roll_back)
@@ -114,14 +113,13 @@ class Trainer(LoopEngine):
             self._throughput.reset()
             self._boundary()
             if loaded is not None:
-                self._log_rate_change(loaded.meta)
+                self._log_rate_change(loaded.meta["learning_rate"])
             for batch in self._steps_of(self._batches(), lambda: self.step >= self._total):
                 self._train_step(batch)
                 del batch
             self._sink.completed(self.step)
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
-        samples = self.step * self._loader.global_batch_size
-        result = Result(self.step, self._epochs(self.step), samples, dict(self._metrics))
+        result = Result(self.step, self._epochs(self.step), self.step * self._samples, dict(self._metrics))
         self._complete(asdict(result))
         return result
 
@@ -160,34 +158,26 @@ class Trainer(LoopEngine):
         self._save_due |= is_best or self.step == self._total
         return True
 
+    def _epochs(self, step: int) -> int:
+        """Return the whole epochs in ``step`` steps."""
+        return step * self._samples // self._loader.dataset_size
+
+    def _is_epochs_end(self) -> bool:
+        return self._epochs(self.step) > self._epochs(self.step - 1)
+
     def _end_epoch(self) -> None:
         """Tell the job of an epoch's end, if the last step was one. After an evaluation cut short, a resume does so."""
-        epoch = self._epochs(self.step)
-        if epoch > self._epochs(self.step - 1) and not self._evaluation_owed():
-            self._hooks.on_epoch_end(epoch - 1, self._metrics)
-
-    # ------------------------------------------------------------------------------------- what is due, by the step
-
-    def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self._total
+        if self._is_epochs_end() and not self._evaluation_owed():
+            self._hooks.on_epoch_end(self._epochs(self.step) - 1, self._metrics)
 
     def _evaluation_due(self) -> bool:
         every = self._train_config.eval_every  # a number of steps, or ``epoch``
-        if not self._evaluations.are_made:
-            return False
-        if isinstance(every, int):
-            return self._due(every)
-        return self._epochs(self.step) > self._epochs(self.step - 1) or self.step == self._total
+        is_turn = self.step % every == 0 if isinstance(every, int) else self._is_epochs_end()
+        return self._evaluations.are_made and (is_turn or self.step == self._total)
 
     def _evaluation_owed(self) -> bool:
         """True if this step's evaluation is due and not complete. Then a stop has cut it short."""
         return self._evaluation_due() and self._evaluations.newest != self.step
-
-    def _epochs(self, step: int) -> int:
-        """Return the whole epochs in ``step`` steps."""
-        return step * self._loader.global_batch_size // self._loader.dataset_size
-
-    # ------------------------------------------------------------------------------------------ between the steps
 
     def _write(self) -> None:
         # First the verdicts: steps that were left out must not count in the means below.
@@ -198,13 +188,14 @@ class Trainer(LoopEngine):
         means, own_s = self._window.take(self._strategy.own_time.take())
         values: dict[str, float] = {
             "train/lr": self._lr(self.step - 1),
-            **self._figures(self._hooks.speed),
+            **self._figures(),
+            **self._hooks.speed(self._throughput.samples_per_s),
             **(self._pace.compare(own_s) or {}),
             **(self._balance.update(self.step, own_s) if self._balance is not None else {}),
             **self._skipped.figures(),
         }
         if self._bad_samples is not None:
-            values |= self._bad_samples.figures(self.step * self._loader.global_batch_size)
+            values |= self._bad_samples.figures(self.step * self._samples)
         for tag, figure in self._strategy.figures().items():
             if isinstance(figure, Tensor):
                 self._sink.histogram(self.step, tag, figure)
@@ -216,15 +207,15 @@ class Trainer(LoopEngine):
         self._metrics |= self._skipped.figures()
         self._write_figures(values | self._judged(means))
 
-    def _log_rate_change(self, meta: Mapping[str, Any]) -> None:
-        """Say how the rate goes on, where it is not as the run would have gone on with its earlier config."""
+    def _log_rate_change(self, saved: Any) -> None:
+        """Log how the rate continues, if not as with the config of the checkpoint."""
         rate, run_id = self._lr(self.step), self._session.run_dir.name
-        change = rate_change(meta["learning_rate"], self.step, rate, self._total, self._rate_keys, run_id)
+        change = rate_change(saved, self.step, rate, self._total, self._rate_keys, run_id)
         if change is not None and self._session.is_main:
             log.log(INFO if change.is_asked else WARNING, "%s", change.text)
 
     def _roll_back(self) -> None:
-        """Load the weights of a checkpoint, on all ranks alike. The step, the data and the learning rate go on."""
+        """Load the weights of a checkpoint, on all ranks alike. The step, the data and the learning rate stay."""
         self._activity.phase = hang.LOADING
         with self._sheet.on("checkpoint"):
             to = self._checkpoints.roll_back(self.step, self._skipped.first_in_row)
@@ -251,8 +242,6 @@ class Trainer(LoopEngine):
             log.info("step %d of %d: the job says that it is done", self.step, self._total)
             self._total = self.step
 
-    # ------------------------------------------------------------------------------------------ for the engine
-
     def _may_save(self, *, must: bool) -> bool:
         self._window.leave_out(self._skipped.read())
         if self._skipped.saves_wait and not must:
@@ -273,7 +262,7 @@ class Trainer(LoopEngine):
             "learning_rate": rates_at(self._lr, self.step, self._rate_keys, self._loader.dataset_size),
         }
         if self._bad_samples is not None:
-            self._bad_samples.collect()  # after the window's collective: rank 0 then has all reports up to this step
+            self._bad_samples.collect()  # after the window's collective: rank 0 has all reports up to this step
         return kept
 
     def _restore(self, meta: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from toolkit.plugins.memory.second_place import SecondPlace
     from toolkit.plugins.methods.balance import Balance
     from toolkit.plugins.report.stragglers import History, RankPace
-    from toolkit.train.on_request import OnRequest
+    from toolkit.train.profile import OnRequest
     from toolkit.train.state import TrainingState
     from toolkit.train.trace import StepTrace
 
@@ -79,7 +79,7 @@ def trace(session: Session) -> StepTrace | None:
 
 def requests(session: Session) -> OnRequest:
     """Return what carries out `toolkit profile`, between two steps."""
-    from toolkit.train.on_request import OnRequest
+    from toolkit.train.profile import OnRequest
 
     return OnRequest(session)
 

@@ -1,7 +1,8 @@
-"""A profile of some steps of one rank: a trace, and the use of memory.
+"""Profiles that users ask of ranks that train: a trace of some steps of one rank, and the use of memory.
 
-The trace is torch's, for Perfetto or Chrome, with an entry ``step N`` around each step. It is written in a thread while
-the training goes on. A profile that fails is reported, and nothing else: a full disk must not end a training.
+A profile begins between two steps, on all ranks before the same one. The ranks agree on the step by the gate, as for a
+stop. The trace is torch's, for Perfetto or Chrome, with an entry ``step N`` around each step. It is written in a thread
+while the training continues. A profile that fails is reported, and nothing else: a full disk must not end a training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from toolkit.base import fsio, logs
+from toolkit.base.errors import RequestError
 from toolkit.devices import accelerator
 from toolkit.devices.kinds import CPU, CUDA, ROCM
-from toolkit.run.records.stop_request import Answer
+from toolkit.files.rundir import RunDir
+from toolkit.ranks.session import Session
+from toolkit.run.records import stop_request
+from toolkit.run.records.stop_request import Answer, UserRequest
 
 #: At the end of a training, or of a stop, the files that are being written have this time.
 LAST_WAIT_S = 20.0
@@ -34,15 +40,79 @@ TABLE_ROWS = 100
 log = logs.get(__name__)
 
 
+class OnRequest:
+    """Profiles steps, on one rank. Every rank makes the same calls."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._run = RunDir(session.run_dir)
+        self._seen: set[str] = set()
+        self._profile: StepProfile | None = None  #: of this rank, the newest one
+        self._profiled_until = 0  #: a rank, and all know it
+        self._step = 0  #: the last one of a profile
+        self.is_recording = False  #: whether this rank's profile still records, and does not just write its files
+
+    def pass_step(self, step: int) -> None:
+        """Mark the end of a step. Called after each while ``is_recording``."""
+        assert self._profile is not None
+        self.is_recording = self._profile.pass_step(step)
+        self._step = step
+
+    def close(self) -> None:
+        """End a profile that is being made, and wait a while for its files."""
+        if self._profile is not None:
+            self._profile.close(self._step)
+
+    def carry_out(self, kind: str, step: int) -> None:
+        """Do what is asked for under the agreed ``kind``, once in an attempt."""
+        request_id = kind.removeprefix(stop_request.KIND)
+        if request_id in self._seen:
+            return
+        self._seen.add(request_id)
+        told = self._session.from_main(f"request/{request_id}", partial(self._decide, request_id, step))
+        if not told:
+            return
+        request = UserRequest.from_json(told)
+        self._profiled_until = step + request.steps
+        if request.rank != self._session.rank:
+            return
+        log.info("step %d: profiling %d steps", step, request.steps)
+        answer = partial(self._answer, request_id)
+        try:
+            self._profile = StepProfile(self._run.path / "profiles", request, step, answer)
+            self.is_recording = True
+        except Exception as error:  # the job's own profiler runs, for example
+            log.warning("no profile can be made: %s: %s", type(error).__name__, error)
+            answer(Answer(refused=f"no profile can be made: {error}"))
+
+    def _decide(self, request_id: str, step: int) -> dict[str, Any]:
+        """Return the request, on rank 0. Empty where it is answered or withdrawn, or cannot be carried out."""
+        try:
+            request = stop_request.read(self._run, request_id)
+            if request is None or not self._session.owns_run():
+                return {}
+            if step < self._profiled_until:
+                raise RequestError(f"a profile is being made up to step {self._profiled_until}: ask again after it")
+            if request.rank >= self._session.world_size:
+                raise RequestError(f"there is no rank {request.rank}")
+            return request.to_json()
+        except (OSError, RequestError) as error:
+            log.warning("a user's request is not carried out: %s", error)
+            self._answer(request_id, Answer(refused=f"nothing was done: {error}"))
+            return {}
+
+    def _answer(self, request_id: str, answer: Answer) -> None:
+        with suppress(OSError):  # the command says that there was no answer
+            stop_request.answer(self._run, request_id, answer)
+
+
 class StepProfile:
     """Profiles the steps from ``first`` on. The training's thread makes all calls."""
 
-    def __init__(
-        self, folder: Path, rank: int, first: int, steps: int, *, memory: bool, answer: Callable[[Answer], None]
-    ) -> None:
+    def __init__(self, folder: Path, request: UserRequest, first: int, answer: Callable[[Answer], None]) -> None:
         """Begin to record. ``answer`` gets the outcome, from a thread."""
-        self._folder, self._rank, self._answer = folder, rank, answer
-        self._first, self._last, self._memory = first, first + steps, memory
+        self._folder, self._rank, self._answer = folder, request.rank, answer
+        self._first, self._last, self._memory = first, first + request.steps, request.memory
         self._step = ExitStack()  #: the entry of the step in progress
         self._thread: threading.Thread | None = None
         self._has_failed = False
@@ -52,12 +122,12 @@ class StepProfile:
         of_device = getattr(ProfilerActivity, kind.type.upper(), ProfilerActivity.PrivateUse1)
         activities = [ProfilerActivity.CPU, *([of_device] if self._on_gpu else [])]
         # acc_events changes nothing in a single recording; without it torch 2.11 warns of the next one.
-        self._profile = profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
-        has_history = memory and kind in (CUDA, ROCM)
-        self._history: Any = (
-            accelerator.module_of(torch.device(accelerator.kind().type)).memory if has_history else None
+        self._profile = profile(
+            activities=activities, record_shapes=True, profile_memory=request.memory, acc_events=True
         )
-        if self._history is not None:
+        self._history: Any = None
+        if request.memory and kind in (CUDA, ROCM):
+            self._history = accelerator.module_of(torch.device(kind.type)).memory
             self._history._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._profile.start()
         self._begin_step(first)
@@ -136,14 +206,14 @@ class StepProfile:
 
     def _fail(self, error: Exception) -> None:
         self._has_failed = True
-        log.warning("the profile has failed, the training goes on: %s: %s", type(error).__name__, error)
+        log.warning("the profile has failed, the training continues: %s: %s", type(error).__name__, error)
         if self._thread is None:  # it may still record, which slows the steps
             with suppress(Exception):
                 self._profile.stop()
             with suppress(Exception):
                 if self._history is not None:
                     self._history._record_memory_history(enabled=None)
-        self._answer(Answer(refused=f"the profile has failed, the training goes on: {error}"))
+        self._answer(Answer(refused=f"the profile has failed, the training continues: {error}"))
 
 
 def _refuse_cut_off(trace: Path) -> None:

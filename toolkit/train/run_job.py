@@ -18,11 +18,11 @@ from toolkit.data.loader import MakesLoader, build_loader, eval_batches
 from toolkit.data.randomness import apply_gpu_settings, generators_in, generators_of, include, prepare
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
-from toolkit.ranks.session import Session, open_session
+from toolkit.ranks.session import Session
 from toolkit.strategies import Custom, Objective, Strategy, build_strategy
 from toolkit.strategies.objective import Forward
 from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.describe import describe_run
+from toolkit.train.engine import describe_run
 from toolkit.train.evaluate import Evaluate, evaluate
 from toolkit.train.initial import initialised
 from toolkit.train.job import Job
@@ -33,16 +33,6 @@ log = logs.get(__name__)
 
 #: Samples of the eval set that a job's ``show`` gets.
 SHOWN = 16
-
-
-def train(kind: type[Job], config: JobConfig, params: Any) -> Result:
-    """Be one rank of the training of a job of class ``kind``. Every rank calls it."""
-    cluster = config.cluster
-    with (
-        open_session(config.dist, cluster.gpus_per_node, cluster.tasks_per_gpu) as session,
-        closing(training_of(kind, config, params, session)) as training,
-    ):
-        return training.fit()
 
 
 @dataclass(frozen=True)
@@ -57,11 +47,11 @@ class Training:
 
     def fit(self) -> Result:
         """Train to the last step; see :meth:`Trainer.fit`."""
-        eval_set = self.job.eval_set()
+        job, eval_set = self.job, self.job.eval_set()
         if eval_set is None:
-            return self.trainer.fit(None, self.describe, hooks=self.job)
-        evaluate = evaluation(self.job, eval_set, self.strategy.share.count)
-        return self.trainer.fit(evaluate, self.describe, _showing(self.job, eval_set, self.strategy), self.job)
+            return self.trainer.fit(None, self.describe, hooks=job)
+        evaluate = evaluation(job, eval_set, self.strategy.share.count)
+        return self.trainer.fit(evaluate, self.describe, _showing(job, eval_set, self.strategy), job)
 
 
 def training_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
@@ -71,12 +61,24 @@ def training_of(kind: type[Job], config: JobConfig, params: Any, session: Sessio
     apply_gpu_settings(config.train)
     job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.note_progress)
     with ExitStack() as stack:
-        strategy = stack.enter_context(closing(_strategy(job, config, session)))
+        # A job with a train_step has several networks, each with its optimizer, and no loss of its own.
+        custom = None
+        strategy: Strategy
+        if type(job).train_step is not Job.train_step:
+            custom = Custom(config.strategy, session, job.train_step)
+            strategy = cast(Strategy, custom)
+        else:
+            strategy = build_strategy(config.strategy, session, config.train)
+        stack.callback(strategy.close)
         loader = stack.enter_context(closing(_loader(job, config, strategy.share, session)))
         # A real batch: the strategy primes the model on it, and its images go to TensorBoard.
         sample = loader.at(0)
         include(generators_in(job))
-        _build(job, strategy, config, session, sample)
+        if custom is not None:
+            _build_networks(job, custom)
+        else:
+            model = partial(_model, job, config, session)
+            strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
         # Only now, when the strategy has built the model, can its state be saved and restored.
         checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
         trainer = Trainer(
@@ -99,32 +101,20 @@ def _loader(job: Job, config: JobConfig, share: Share, session: Session) -> Any:
     return build_loader(samples, config.data, share, order=job.order, **given)
 
 
-def _strategy(job: Job, config: JobConfig, session: Session) -> Strategy:
-    if type(job).train_step is Job.train_step:
-        return build_strategy(config.strategy, session, config.train)
-    return cast(Strategy, Custom(config.strategy, session, job.train_step))
+def _build_networks(job: Job, strategy: Custom) -> None:
+    networks = job.model()
+    if not isinstance(networks, Mapping):
+        raise JobCodeError(f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}")
+    builders = {name: (lambda network=network: network, job.optimizer) for name, network in networks.items()}
+    for network in networks.values():
+        include(generators_of(network))
+    strategy.build(builders)
 
 
-def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sample: Batch | None) -> None:
-    # A job with a train_step has several networks, each with its optimizer, and no loss of its own.
-    if type(job).train_step is not Job.train_step:
-        networks = cast(Mapping[str, nn.Module], job.model())
-        if not isinstance(networks, Mapping):
-            raise JobCodeError(
-                f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}"
-            )
-        builders = {name: (lambda network=network: network, job.optimizer) for name, network in networks.items()}
-        for network in networks.values():
-            include(generators_of(network))
-        cast(Custom, strategy).build(builders)
-        return
-
-    def model() -> nn.Module:
-        made = initialised(cast(Callable[[], nn.Module], job.model), config.model, session)
-        include(generators_of(made))
-        return made
-
-    strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
+def _model(job: Job, config: JobConfig, session: Session) -> nn.Module:
+    made = initialised(cast(Callable[[], nn.Module], job.model), config.model, session)
+    include(generators_of(made))
+    return made
 
 
 def evaluation(job: Job, eval_set: Dataset, ranks: int) -> Evaluate:
@@ -133,27 +123,27 @@ def evaluation(job: Job, eval_set: Dataset, ranks: int) -> Evaluate:
     Raises ConfigError for a set with fewer samples: each rank needs one.
     """
     if len(eval_set) < ranks:
-        few = f"{len(eval_set)} samples, fewer than the {ranks} ranks"
-        raise ConfigError(f"job: eval_set() has {few}; use fewer ranks, or add samples")
+        raise ConfigError(
+            f"job: eval_set() has {len(eval_set)} samples, fewer than the {ranks} ranks; use fewer ranks, or add "
+            "samples"
+        )
 
     def run_evaluation(strategy: Strategy, is_cut: Callable[[], bool]) -> Mapping[str, float] | None:
-        workers = job.config.data.workers
-        size = job.eval_batch_size
-        batches = eval_batches(eval_set, strategy.share, size, workers=workers, device=job.device, collate=job.collate)
+        given: dict[str, Any] = {"workers": job.config.data.workers, "device": job.device, "collate": job.collate}
+        batches = eval_batches(eval_set, strategy.share, job.eval_batch_size, **given)
         averages = evaluate(strategy, batches, len(eval_set), job.evaluate, is_cut)
-        return None if averages is None else _numbers(job.summary(averages))
+        if averages is None:
+            return None
+        figures = job.summary(averages)
+        for name, figure in figures.items():
+            if isinstance(figure, Tensor) and figure.numel() != 1:
+                raise JobCodeError(
+                    f"job: an evaluation gathered the rows {name!r}, of shape {tuple(figure.shape)}: summary(figures) "
+                    "is to make numbers of them"
+                )
+        return {name: float(figure) for name, figure in figures.items()}
 
     return run_evaluation
-
-
-def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    for name, figure in figures.items():
-        if isinstance(figure, Tensor) and figure.numel() != 1:
-            raise JobCodeError(
-                f"job: an evaluation gathered the rows {name!r}, of shape {tuple(figure.shape)}: summary(figures) is "
-                "to make numbers of them"
-            )
-    return {name: float(figure) for name, figure in figures.items()}
 
 
 def _showing(job: Job, eval_set: Dataset, strategy: Strategy) -> Show:

@@ -15,9 +15,27 @@ from toolkit.config import JobConfig
 from toolkit.data.randomness import apply_gpu_settings, prepare
 from toolkit.ranks.session import Session, open_session
 from toolkit.run.rank import script_end
-from toolkit.train.user_loop import TrainingRun, join_once
+from toolkit.run.rank.main import joined
+from toolkit.train.user_loop import TrainingRun
+
+#: Environment variable with the id of the process that has called :func:`start`.
+STARTED_VARIABLE = "TOOLKIT_STARTED"
 
 log = logs.get(__name__)
+
+
+def join_once(caller: str, name: str | None = None) -> JobConfig:
+    """Return this process's config. Raises ConfigError, naming the ``caller``, for a second run in the process.
+
+    ``name`` is the run's where no config names it.
+    """
+    if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
+        raise ConfigError(
+            f"{caller}: called twice in one process: a run has one loop. Several trainings, as the folds of a "
+            "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
+        )
+    os.environ[STARTED_VARIABLE] = str(os.getpid())
+    return joined(name)
 
 
 def start(name: str | None = None) -> StartedRun:

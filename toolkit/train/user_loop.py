@@ -1,15 +1,4 @@
-"""A user's own training loop: `TrainingRun`.
-
-It stops, saves and resumes as the Trainer's does.
-
-    with toolkit.start() as run:
-        model = DistributedDataParallel(Net().to(run.device))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        loader = run.loader(dataset, global_batch_size=256)
-        run.resumable(model=model, optimizer=optimizer)
-        for batch in run.steps(loader, total=10_000):
-            ...
-            run.log(loss=loss)
+"""A user's own training loop: `TrainingRun`. It stops, saves and resumes as the Trainer's does.
 
 A checkpoint holds the state right after a step. A run that resumes from the last step of an epoch does again what the
 loop does between two epochs (an evaluation, a scheduler's step).
@@ -17,10 +6,11 @@ loop does between two epochs (an evaluation, a scheduler's step).
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
+from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,64 +19,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError
+from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.data.randomness import reseed
 from toolkit.ranks.batch import Share
-from toolkit.ranks.collectives import gather_rows
+from toolkit.ranks.collectives import gather_by_name, gather_rows
 from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.run.rank.main import joined
 from toolkit.train.checkpoints import USER_LOOP, Checkpoints
-from toolkit.train.feed import (
-    PARTS,
-    ROUNDS,
-    Feed,
-    IterableFeed,
-    LoaderFeed,
-    advice_about,
-    inner_of,
-    seeder,
-    warning_about,
-)
-from toolkit.train.handed_over import PassCounter, bare, is_metric, layers
-from toolkit.train.loss_windows import by_tag, gather_json, number_of
+from toolkit.train.ddp_buckets import DdpBuckets
+from toolkit.train.engine import NOT_FINITE, LoopEngine, describe_script, hparams_of_script
+from toolkit.train.feed import ROUNDS, Feed, Feeds, Steps, advice_about, seeder
+from toolkit.train.handed_over import Accumulation, PassCounter, bare, is_metric, layers
+from toolkit.train.loss_windows import LossWindow, by_tag, gather_json, number_of
+from toolkit.train.not_finite import NotFinite
+from toolkit.train.same_calls import SameCalls
 from toolkit.train.user_state import UserState
-from toolkit.train.user_steps import LoopPosition, UserSteps
-
-#: Environment variable with the id of the process that has called :func:`toolkit.train.start.start`.
-STARTED_VARIABLE = "TOOLKIT_STARTED"
 
 log = logs.get(__name__)
 
 Kind = TypeVar("Kind")
 
-
-def join_once(caller: str, name: str | None = None) -> JobConfig:
-    """Return this process's config. Raises ConfigError, naming the ``caller``, for a second run in the process.
-
-    ``name`` is the run's where no config names it.
-    """
-    if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
-        raise ConfigError(
-            f"{caller}: called twice in one process: a run has one loop. Several trainings, as the folds of a "
-            "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
-        )
-    os.environ[STARTED_VARIABLE] = str(os.getpid())
-    return joined(name)
-
-
 _SAME_LENGTH = (
     "each rank needs as many batches as the others: use run.loader, or a DistributedSampler with one batch size for "
     "all ranks, or give run.steps a total="
 )
-#: A loop has one loader, or a few in turn.
-MAX_FEEDS = 15
 
 
-class TrainingRun(UserSteps):
+@dataclass
+class LoopPosition:
+    """A position in the data of a loop: an epoch, a ``run.steps`` in it, and the batches of that one."""
+
+    epoch: int = 0
+    place: int = 0  #: the number of the ``run.steps`` in the epoch; of loops with a ``total`` the number of the loader
+    batch: int = 0
+    earlier: int = 0  #: batches of the epoch's earlier places
+
+    @property
+    def is_begun(self) -> bool:
+        """True if a step of the epoch has been made."""
+        return bool(self.batch or self.earlier)
+
+
+class TrainingRun(LoopEngine):
     """One rank's side of a run with the user's own loop. Every rank makes the same calls in the same order::
 
     >>> def prepared(run: toolkit.TrainingRun) -> float:
@@ -95,28 +75,44 @@ class TrainingRun(UserSteps):
     ...     return sum(run.gather(numbers[run.rank :: run.world_size].mean())) / run.world_size
     """
 
+    _state: UserState | None = None  #: what was handed over, once it is filled: only then can steps be made
+
     def __init__(self, config: JobConfig, session: Session) -> None:
-        super().__init__(config, session)
+        super().__init__(config.train, session)
+        self.config = config  #: the whole config, resolved
         self.rank = session.rank  #: this rank, from 0
         self.world_size = session.world_size  #: the number of ranks
         self.local_rank = session.local_rank  #: this rank's number on its node
         self.device = session.device  #: this rank's GPU, which is the current one, or the CPU
         self.dir = session.run_dir  #: the run's folder, which all ranks share
-        self._seed = seeder(config.train.seed, session.rank)
+        by_rank, gather = partial(gather_by_name, device=self.device), partial(gather_json, device=self.device)
+        self._window = LossWindow(self.rank, self.world_size, by_rank, gather)
+        self._buckets = DdpBuckets()
+        self._stack.callback(self._buckets.close)
+        self._calls = SameCalls(session, lambda: 2 * self.step + self._in_step)
+        self._stack.callback(self._calls.close)
+        self._seed = seeder(config.train.seed, self.rank)
+        self._script_seed = 0  #: the script's own, of which an epoch's beginning draws: equal ranks stay equal there
         self._loader: Loader | None = None
-        self._feeds: dict[int, IterableFeed] = {}
-        self._has_warned = False  #: of a loader that a resume cannot repeat
-        self._called = 0  #: calls of run.steps in this attempt, of the epoch if there is one
+        self._feeds = Feeds(self._seed, session)
+        self._accumulation = Accumulation(())
+        self._at = LoopPosition()
+        self._epochs: int | None = None  #: the epoch at which the phase in progress ends; None outside of one
+        self._phases = 0  #: calls of :meth:`epochs` in this attempt
+        self._phase, self._first_epoch = -1, 0  #: the last one that has begun in this run, and its first epoch
+        self._called = 0  #: calls of :meth:`steps` in this attempt, of the epoch if there is one
         self._last: object = None  #: the loader of the last one
         self._turn = self._turn_from = 0  #: the number of the last one, and the step at which it began
         self._singles = 0  #: how many of the last ones were left after one batch
-        self._script_seed = 0  #: the script's own, of which an epoch's beginning draws: equal ranks stay equal there
-
-    # ------------------------------------------------------------------------------------------------------- facts
+        self._has_left = False  #: the loop was begun and has not come to its end
+        self._is_checked = False  #: that all can be saved, after an attempt's first step
+        self._save_asked = False  #: by the loop
+        self._has_logged = False  #: outside of a step, since the last write
+        self._latest: dict[str, Tensor | float] = {}  #: what a traced step has logged last, by tag
 
     @property
     def batch(self) -> int:
-        """Return the number of the step in progress within its epoch, from 0. After a resume it goes on."""
+        """Return the number of the step in progress within its epoch, from 0; also after a resume."""
         return self._at.earlier + self._at.batch
 
     @property
@@ -134,8 +130,6 @@ class TrainingRun(UserSteps):
     def params(self, kind: type[Kind]) -> Kind:
         """Return the config's ``params`` as an object of ``kind``, the script's dataclass ``Params``."""
         return filled(kind, self.config.params)
-
-    # --------------------------------------------------------------------------------------------------- what is kept
 
     def loader(
         self, dataset: Samples | BatchedSamples, *, global_batch_size: int | None = None, workers: int | None = None
@@ -164,7 +158,7 @@ class TrainingRun(UserSteps):
         optimizers, schedulers, scalers, metrics, stateful loaders. Tensors, lists and dictionaries are filled in place.
         Call it once, when all objects are made. Raises ConfigError, by name, for what cannot be saved.
         """
-        if self._is_open:
+        if self._state is not None:
             raise ConfigError(
                 "run.resumable: called twice; hand over everything in one call. Several trainings, as the folds of a "
                 "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
@@ -173,11 +167,12 @@ class TrainingRun(UserSteps):
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
         self._script_seed = torch.initial_seed()
-        self._state = UserState(objects, self.rank, self.world_size, self.device)
-        self._accumulation = self._state.accumulation
-        self._checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, {"kind": USER_LOOP})
+        state = UserState(objects, self.rank, self.world_size, self.device)
+        self._accumulation = state.accumulation
+        self._checkpoints = Checkpoints(self.config.checkpoint, self._session, state, {"kind": USER_LOOP})
         if self._open() is not None and self._session.is_main:
             log.info("filled from the checkpoint: %s; all else in the script begins anew", ", ".join(objects))
+        self._state = state
         # Report each pass as progress, because an evaluation makes no steps.
         models = [value for value in objects.values() if isinstance(value, nn.Module) and not is_metric(bare(value))]
         for layer in chain.from_iterable(map(layers, models)):
@@ -204,8 +199,6 @@ class TrainingRun(UserSteps):
             # One rank may log alone here. The write is a collective, so it waits for a place that all come to.
             self._require_open("run.log")
             self._has_logged = True
-
-    # ------------------------------------------------------------------------------------------------------- the loop
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield 0, 1, ... below ``count``: the epochs of this call that are still to be made; see :meth:`steps`.
@@ -239,9 +232,7 @@ class TrainingRun(UserSteps):
             self._epochs, self._called, self._last = None, 0, None
 
     def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Steps:
-        """Return the batches of the steps still to be made.
-
-        They end after ``total`` steps of the run or at the epoch's end.
+        """Return the batches of the steps still to be made: up to ``total`` steps of the run, or to the epoch's end.
 
         ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between
         two steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it
@@ -252,26 +243,32 @@ class TrainingRun(UserSteps):
         end = _least(total, self.config.train.max_steps)
         caller = sys._getframe(1)
         where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-        if total is not None and self._epochs is not None:
-            raise ConfigError(
-                f"{where}: run.steps: total={total} counts steps of the whole run, over as many epochs as they need: "
-                "leave it out within run.epochs, and set train.max_steps to end the run earlier"
-            )
-
-        def length() -> int | None:
-            return end if total is not None else self._feed(loader).batches_in(self._number)
-
-        def number() -> int:
-            return self.step if total is not None else self._at.batch
-
-        return Steps(self._steps(loader, total, end, where), length, number)
+        if total is not None:
+            if self._epochs is not None:
+                raise ConfigError(
+                    f"{where}: run.steps: total={total} counts steps of the whole run, over as many epochs as they "
+                    "need: leave it out within run.epochs, and set train.max_steps to end the run earlier"
+                )
+            return Steps(self._steps(loader, total, end, where), lambda: end, lambda: self.step)
+        return Steps(
+            self._steps(loader, total, end, where),
+            lambda: self._feed(loader).batches_in(self._number),
+            lambda: self._at.batch,
+        )
 
     def _steps(self, loader: Any, total: int | None, end: int | None, where: str) -> Iterator[Any]:
         if total is None and self._epochs is None:
             raise ConfigError(
                 "run.steps: say how many: run.steps(loader, total=10_000), or `for epoch in run.epochs(3):` around it"
             )
-        self._refuse_singles(where)
+        # A loop that begins anew for each batch: no step of it would come to its end here.
+        is_single = self._in_step and self.step == self._turn_from
+        self._singles = self._singles + 1 if is_single else 0
+        if self._singles == 3:
+            raise ConfigError(
+                f"{where}: run.steps was begun anew for each batch, as by next(iter(run.steps(...))), so nothing would "
+                "be saved: go through it by one `for batch in run.steps(...):`"
+            )
         self._count_step()  # of an earlier loop that was left by a ``break``
         if not self._enter(loader, by_epochs=total is None):
             return
@@ -336,16 +333,6 @@ class TrainingRun(UserSteps):
                 self._at = LoopPosition(self._at.epoch + self._at.is_begun, place)
         return place == self._at.place
 
-    def _refuse_singles(self, where: str) -> None:
-        """Raise ConfigError for a loop that begins anew for each batch: no step of it would come to its end here."""
-        is_single = self._in_step and self.step == self._turn_from
-        self._singles = self._singles + 1 if is_single else 0
-        if self._singles == 3:
-            raise ConfigError(
-                f"{where}: run.steps was begun anew for each batch, as by next(iter(run.steps(...))), so nothing would "
-                "be saved: go through it by one `for batch in run.steps(...):`"
-            )
-
     @property
     def _number(self) -> int:
         """The number by which a feed knows this epoch's round: other places have other orders and random numbers."""
@@ -370,10 +357,9 @@ class TrainingRun(UserSteps):
         assert self._trace is not None
         assert self._state is not None
         while True:
-            self._latest.clear()  # what was logged between two steps is none of the step's
+            self._latest.clear()  # what was logged between two steps
             self._trace.begin(self.step, self._at.epoch)
-            batch = next(batches, self)
-            if batch is self:
+            if (batch := next(batches, self)) is self:
                 return
             self._trace.take_batch(self.step, batch, feed.indices(self.step))
             self._trace.take_start(self._state.rate())
@@ -398,13 +384,8 @@ class TrainingRun(UserSteps):
         self._stack.close()
         self._complete(result)
 
-    # ------------------------------------------------------------------------------------------------- among the ranks
-
     def main_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0, then on all others.
-
-        This is for a download into a shared folder, say. Where it raises on rank 0, the others raise ToolkitError.
-        """
+        """Run the block on rank 0, then on all others. Where it raises on rank 0, the others raise ToolkitError."""
         return self._calls.main_first()
 
     def gather(self, value: Any) -> list[Any]:
@@ -416,81 +397,121 @@ class TrainingRun(UserSteps):
         return gather_json(value, self.device)
 
     def _feed(self, loader: Any) -> Feed:
-        if isinstance(loader, Loader):
-            return LoaderFeed(loader, self._seed)
-        # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
-        feed = self._feeds.pop(id(loader), None)
-        if feed is None:
-            self._refuse_a_part(inner_of(loader))
-            origins = None if self._state is None else self._state.origins
-            if (warning := warning_about(loader)) and self._session.is_main and not self._has_warned:
-                self._has_warned = True
-                log.warning("run.steps: %s", warning)
-            is_there = self._state is not None and self._state.has_filled(inner_of(loader))
-            feed = IterableFeed(loader, self._seed, self.world_size, is_there=is_there, origins=origins)
-        # Only the last ones: a script may make a loader for each epoch, and each has workers and a data set.
-        self._feeds = {**dict([*self._feeds.items()][-MAX_FEEDS:]), id(loader): feed}
-        return feed
-
-    def _refuse_a_part(self, loader: Any) -> None:
-        """Raise ConfigError where a part that has the position was handed over without the loader."""
-        owners = {name: part for name in PARTS if (part := getattr(loader, name, None)) is not None}
-        if isinstance(owners.get("dataset"), Sized):  # one with an index, whose state is something else
-            del owners["dataset"]
-        held = [name for name, part in owners.items() if self._state is not None and self._state.has(part)]
-        if held and self._state is not None and not self._state.has(loader):
-            raise ConfigError(
-                f"run.resumable: the {held[0]} of the loader in run.steps was handed over: run.steps keeps its "
-                "position, and a resume would move it on twice; leave it out, or hand over a loader with a state "
-                "(torchdata's StatefulDataLoader)"
-            )
+        return self._feeds.of(loader, self._state)
 
     def _is_done(self, end: int | None) -> bool:
         return end is not None and self.step >= end
 
+    # ------------------------------------------------------------------------------------------------ for the engine
+
+    def _open(self) -> Loaded | None:
+        """Fill the state from the newest good checkpoint, if any, and begin the attempt there."""
+        self._not_finite = NotFinite(self.config.train, self._session)
+        loaded = self._resume(partial(describe_script, self.config, self._session.run_dir))
+        if self.config.checkpoint.keep_best is not None:
+            log.warning("checkpoint.keep_best is for jobs with an evaluate(): of this loop the newest checkpoints stay")
+        return loaded
+
+    def _mark_completed(self) -> dict[str, Any]:
+        """Mark the run as completed in TensorBoard, where it has hyper-parameters to show. Return its result."""
+        if hparams_of_script(self.config, self._session.run_dir):
+            self._sink.completed(self.step)
+        return {"step": self.step, "epoch": self._at.epoch, "samples": None, "metrics": dict(self._metrics)}
+
+    def _count_step(self) -> None:
+        """Count the step in progress, if there is one. A step that was left by a ``break`` counts too.
+
+        What is due after that one is done after the next step: a resume repeats what comes between two epochs.
+        """
+        if self._in_step:
+            self._at.batch += 1
+            self._accumulation.end_step()
+            if self._trace is not None and self._state is not None:
+                loss = torch.as_tensor(self._latest.get("train/loss", 0.0)) / self.world_size
+                self._trace.take_end(loss, self._state.live(), self._latest, self._state.parts())
+        super()._count_step()
+
+    def _after_step(self) -> bool:
+        if self._accumulation.is_open:
+            return False
+        # The first save may be due after half an hour: check now what it needs.
+        if not self._is_checked and self._state is not None:
+            self._is_checked = True
+            self._state.check()
+        if self._save_asked and not self._save_due:
+            self._calls.meet("called run.save()")
+        self._save_due, self._save_asked = self._save_due or self._save_asked, False
+        if self._save_due:
+            self._accumulation.warn_of_idle(self.step)
+        return True
+
+    def _meet(self, what: str, advice: str = "") -> None:
+        """Wait for all ranks to have done ``what``. Write what any of them has logged outside of a step."""
+        if self._calls.meet(what, has=self._has_logged, advice=advice):
+            self._has_logged = False
+            self._write()
+
+    def _write(self) -> None:
+        # The loop may be in a step or between two: the phase before comes back at the end.
+        phase, self._activity.phase = self._activity.phase, hang.LOGGING
+        means, _ = self._window.take()
+        self._metrics |= means
+        self._write_figures(means | self._figures())
+        # Last: what ends the run must not keep its figures from the files.
+        judged = self._judged(means)
+        if NOT_FINITE in judged:
+            self._sink.scalars(self.step, {NOT_FINITE: judged[NOT_FINITE]})
+        self._activity.phase = phase
+
+    def _save_the_end(self) -> None:
+        """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""
+        self._checkpoints.saver.await_save(self.step)
+        if self._checkpoints.saver.newest != self.step and not self._save(must=True):
+            self._not_finite.refuse(self.step)
+
+    def _may_save(self, *, must: bool) -> bool:
+        assert self._state is not None
+        return self._not_finite.may_save(self.step, self._state)
+
+    def _saved_with(self) -> dict[str, Json]:
+        here = {name: float(value) for name, value in vars(self._at).items()}
+        rows = torch.stack([*gather_by_name(here, self.device).values()], dim=1).long().tolist()
+        # The epochs of `run.steps(loader, total=n)` may end at other steps on other ranks.
+        by_rank: dict[str, Json] = {"positions": rows} if rows.count(rows[0]) < len(rows) else {}
+        return {**super()._saved_with(), **self._position(), **by_rank}
+
+    def _position(self) -> dict[str, Json]:
+        return {
+            "position": list(astuple(self._at)),
+            "ddp_orders": self._buckets.orders(),
+            "phase": self._phase,
+            "first_epoch": self._first_epoch,
+        }
+
+    def _restore(self, meta: Mapping[str, Any]) -> None:
+        super()._restore(meta)
+        self._buckets.take(meta)
+        self._at = LoopPosition(*meta["position"])
+        self._phase, self._first_epoch = meta["phase"], meta["first_epoch"]
+        positions = meta.get("positions", [])
+        if len(positions) == self.world_size:
+            self._at = LoopPosition(*positions[self.rank])
+        elif positions and self._session.is_main:
+            log.warning(
+                "the ranks of this checkpoint were at different places of their loaders, %s by epoch, place and batch; "
+                "on another number of ranks all go on from the first one's",
+                positions,
+            )
+
+    def _progress(self) -> dict[str, Any]:
+        return {} if self._epochs is None else {"epoch": self._at.epoch, "epochs": self._epochs}
+
+    def _require_open(self, caller: str) -> None:
+        if self._state is None:
+            raise ConfigError(
+                f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
+            )
+
 
 def _least(*bounds: int | None) -> int | None:
     return min((bound for bound in bounds if bound is not None), default=None)
-
-
-class Steps:
-    """Batches, to be gone through once, one for each step::
-
-    >>> def epoch(run: toolkit.TrainingRun, loader: torch.utils.data.DataLoader) -> None:
-    ...     for number, batch in run.steps(loader).enumerate():  # goes on after a resume within the epoch
-    ...         rate = 0.1 * number / len(loader)
-    """
-
-    def __init__(self, batches: Iterator[Any], length: Callable[[], int | None], number: Callable[[], int]) -> None:
-        """Take the ``batches``. In a step ``number()`` is its number within what ``length()`` counts."""
-        self._batches, self._length, self._number = batches, length, number
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches  # no call of ours between the loop and its next batch
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def __len__(self) -> int:
-        """Return the number of batches in the whole epoch, or the ``total``, also after a resume within it.
-
-        Progress bars and metric loggers divide by it. Raises TypeError where the loader has no length.
-        """
-        length = self._length()
-        if length is None:
-            raise TypeError("run.steps: this loader has no len()")
-        return length
-
-    def __bool__(self) -> bool:
-        return True
-
-    def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield each batch with its number within the epoch, or of the run where ``run.steps`` has a ``total``.
-
-        After a resume the numbers go on, where Python's ``enumerate`` would begin at 0 again.
-        """
-        for batch in self._batches:
-            number = start + self._number()
-            yield number, batch
-            del batch  # else it would stay in memory until the end
-            yield from enumerate(self._batches, number + 1)  # C code: no call of ours in a step

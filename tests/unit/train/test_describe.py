@@ -8,7 +8,7 @@ from toolkit.base import fsio
 from toolkit.config import load_config
 from toolkit.files.run_files import SweepPoint
 from toolkit.metrics.sinks import Sink
-from toolkit.train.describe import describe_run, hparams_of_script
+from toolkit.train.engine import describe_run, hparams_of_script
 
 
 class HparamsKept(Sink):

@@ -17,9 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
 from toolkit.ranks.batch import Share
-from toolkit.train.feed import IterableFeed, LoaderFeed, seeder, warning_about
-from toolkit.train.user_loop import MAX_FEEDS, TrainingRun
-from toolkit.train.user_steps import UserSteps
+from toolkit.train.engine import LoopEngine
+from toolkit.train.feed import MAX_FEEDS, Feeds, IterableFeed, LoaderFeed, seeder, warning_about
 
 EPOCHS, BATCHES = 3, 4
 
@@ -196,21 +195,22 @@ def test_after_an_epoch_of_our_loader_the_loop_draws_the_same_as_a_resume_there(
 
 
 def test_loaders_that_a_loop_has_left_behind_are_freed() -> None:
-    run: Any = SimpleNamespace(_feeds={}, _seed=seeder(3, 0), _state=None, world_size=1)
-    run._refuse_a_part = lambda loader: None
+    feeds = Feeds(seeder(3, 0), SimpleNamespace(world_size=1, is_main=True))  # type: ignore[arg-type]
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     for _ in range(3 * MAX_FEEDS):
         loader = DataLoader(Noise(), 2)
         alive.add(loader)
-        feed = TrainingRun._feed(run, loader)
-        assert TrainingRun._feed(run, loader) is feed
+        feed = feeds.of(loader, None)
+        assert feeds.of(loader, None) is feed
     del loader, feed
     gc.collect()
     assert len(alive) == MAX_FEEDS + 1
 
 
 def test_the_speed_is_logged_once_at_a_step_and_never_at_the_resumed_one() -> None:
-    run: Any = SimpleNamespace(_figured=4, step=4, _figures=lambda: {"train/samples_per_s": 9.0})
-    assert UserSteps._new_figures(run) == {}
-    run.step = 5
-    assert [UserSteps._new_figures(run) for _ in range(2)] == [run._figures(), {}]
+    parts = {"_session": SimpleNamespace(device=torch.device("cpu")), "_history": SimpleNamespace(scalars=lambda _: {})}
+    speed = SimpleNamespace(samples_per_s=9.0, data_wait_fraction=0.0)
+    loop: Any = SimpleNamespace(step=4, _figured=4, _throughput=speed, **parts)
+    assert LoopEngine._figures(loop) == {}
+    loop.step = 5
+    assert [LoopEngine._figures(loop).get("train/samples_per_s") for _ in range(2)] == [9.0, None]

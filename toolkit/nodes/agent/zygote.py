@@ -56,7 +56,7 @@ MODULES = {
         "toolkit.cli.main",
         "toolkit.cli.commands.run",
         "toolkit.plugins.report.stragglers",
-        "toolkit.train.on_request",
+        "toolkit.train.profile",
         "toolkit.plugins.node_watch.efficiency",
     ),
     "store": ("toolkit.ranks.store_host",),

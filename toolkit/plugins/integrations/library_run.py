@@ -1,8 +1,7 @@
 """One rank of a run whose loop is a library's: what all adapters share.
 
-The steps, agreed stops, commits and reports are those of :class:`~toolkit.train.user_loop.TrainingRun`. Only what is
-saved is the library's own checkpoint: each rank has the library write it into the folder that becomes the checkpoint.
-Ranks agree over the launch's store. There is no collective of ours between those of the library.
+Only what is saved differs from a :class:`~toolkit.train.user_loop.TrainingRun`: each rank has the library write its own
+checkpoint into the folder that becomes ours. There is no collective of ours between those of the library.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
 from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loss_windows import by_tag
-from toolkit.train.user_loop import TrainingRun, join_once
+from toolkit.train.start import join_once
+from toolkit.train.user_loop import TrainingRun
 from toolkit.train.user_state import UserState
 
 log = logs.get(__name__)
@@ -142,7 +142,7 @@ class LibraryRun(TrainingRun):
         means = {tag: float(value) for tag, value in self._values.items()}
         self._values = {}
         self._metrics |= means
-        self._write_figures(means | self._new_figures())
+        self._write_figures(means | self._figures())
 
     def _boundary(self) -> None:
         try:
