@@ -1,4 +1,4 @@
-"""The run's checkpoints as a training loop sees them: whether it may go on from one, and what differs where it does."""
+"""The run's checkpoints as a training loop sees them: whether it may resume from one, and what differs if it does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.config import CheckpointConfig, JobConfig, goes_on_with
-from toolkit.data.loader import Batches, Loader
+from toolkit.data.loader import Loader
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.strategies.protocol import REPLICA, InRounds
@@ -38,9 +38,7 @@ class Checkpoints:
         self._loaded: Loaded | None = None  #: at a resume, until the loop's loader is known
         self.copies = parts.copies_in_memory(config.memory_every_steps, session, self._state)
 
-    def include(self, loader: Batches) -> None:
-        """Save and restore the position of ``loader``, too; see :meth:`TrainingState.include`."""
-        self._state.include(loader)
+        self.include = self._state.include  #: saves and restores the position of a loader, too
 
     def use(self, loader: Loader) -> None:
         """Tie the checkpoints to the loader of a user's own loop. A collective.
@@ -48,7 +46,7 @@ class Checkpoints:
         Raises ConfigError where the first one after a resume is not that of the checkpoint.
         """
         self._state.identity["global batch size"] = loader.global_batch_size
-        self._state.include(loader)
+        self.include(loader)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             refuse_other_identity(_mapping(loaded.meta.get("identity", {})), self._state.identity, loaded.path)
@@ -59,54 +57,56 @@ class Checkpoints:
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
         self._session.activity.phase = hang.LOADING
-        checkpoints = self.saver.checkpoints
+        on_disk = self.saver.on_disk
         # A copy in memory, newer than what is whole on disk, is there only after a restart inside the job.
         loaded = damage = None
         try:
             if self.copies is not None:
-                loaded = self.copies.load(checkpoints.newest_whole)
+                loaded = self.copies.load(on_disk.newest_whole)
         except CorruptCheckpointError as error:
             damage = error
-        is_on_disk = loaded is None
+        is_from_disk = loaded is None
         if loaded is None:
-            loaded = self._load()
+            self._fetch(())  # rank 0 only; the other ranks wait in the load meanwhile
+            refuse_another_run(on_disk, self._state, self._session.world_size)
+            loaded = self._read(None)
             if loaded is None and damage is not None:  # the next attempt begins with weights that nothing has touched
                 raise damage
         elif self._session.is_main:
-            checkpoints.remove_leftovers()
+            on_disk.remove_leftovers()
             # What is on disk of a later step is damaged, and must not pass for the save of that step.
-            for path in checkpoints.list():
+            for path in on_disk.list():
                 if step_of(path) >= loaded.step:
-                    checkpoints.reject(path, "it is damaged, and the run goes on from an earlier step in memory")
+                    on_disk.reject(path, "it is damaged, and the run continues from an earlier step in memory")
         self.saver.set_timer()
         if loaded is None:
             return None
         self._state.restore(loaded)
         newest: int | None = loaded.step
-        if not is_on_disk:
+        if not is_from_disk:
             # The restart may have cut off the save of the best state: what is on disk counts, as rank 0 sees it.
-            on_disk = self._session.from_main("on disk", self._on_disk)
-            self._state.restore_best(on_disk["meta"])
-            newest = on_disk["newest"]
+            found = self._session.from_main("on disk", self._newest_on_disk)
+            self._state.restore_best(found["meta"])
+            newest = found["newest"]
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
         self.saver.note_resumed(newest)
         self._loaded = loaded
         return loaded
 
-    def _on_disk(self) -> dict[str, Json]:
+    def _newest_on_disk(self) -> dict[str, Json]:
         """Return the newest checkpoint's step, and its best figure."""
-        manifests = map(self.saver.checkpoints.valid, self.saver.checkpoints.list())
-        newest = next((manifest for manifest in manifests if manifest is not None), None)
-        if newest is None:
-            return {"newest": None, "meta": {}}
-        return {"newest": newest.step, "meta": {k: v for k, v in newest.meta.items() if k.startswith("best")}}
+        for manifest in map(self.saver.on_disk.valid, self.saver.on_disk.list()):
+            if manifest is not None:
+                best = {key: value for key, value in manifest.meta.items() if key.startswith("best")}
+                return {"newest": manifest.step, "meta": best}
+        return {"newest": None, "meta": {}}
 
     def roll_back(self, step: int, newest: int) -> int | None:
         """Fill the strategy from the newest good checkpoint up to step ``newest``.
 
-        Returns that checkpoint's step, or None if there is none. Every rank calls it after ``step`` steps. The run goes
-        on from ``step``, and loaders keep their position.
+        Returns that checkpoint's step, or None if there is none. Every rank calls it after ``step`` steps. The step
+        stays ``step``, and loaders keep their position.
         """
         self.saver.await_save()
         loaded = self._read(newest)
@@ -115,19 +115,14 @@ class Checkpoints:
         self._state.source.loaded({**loaded.values, "step": step})
         return loaded.step
 
-    def _load(self) -> Loaded | None:
-        self._fetch(())  # rank 0 only; the other ranks wait in the load meanwhile
-        refuse_another_run(self.saver.checkpoints, self._state, self._session.world_size)
-        return self._read(None)
-
     def _fetch(self, damaged: Collection[str]) -> Path | None:
         second = self.saver.second
-        return None if second is None else second.fetch(self.saver.checkpoints, damaged)
+        return None if second is None else second.fetch(self.saver.on_disk, damaged)
 
     def _read(self, newest: int | None) -> Loaded | None:
         session = self._session
         return load(
-            self.saver.checkpoints,
+            self.saver.on_disk,
             self._state.places(),
             rank=session.rank,
             world_size=session.world_size,
@@ -138,7 +133,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Give up what is still being written. At the end of a complete training nothing is."""
+        """Give up what is still being written."""
         if self.copies is not None:
             self.copies.close()
         self.saver.close()
@@ -182,7 +177,7 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
 def _refuse_inside_a_round(
     checkpoints: CheckpointFolder, state: TrainingState, manifest: Manifest, path: Path, now: int
 ) -> None:
-    # Replicas that differ can go on only under the same strategy and on as many ranks.
+    # Replicas that differ can continue only under the same strategy and on as many ranks.
     then, strategy = manifest.world_size, state.source
     if isinstance(strategy, InRounds):
         strategy.enter(manifest.step, [*manifest.tensors, *manifest.values])  # on every rank, or on none
@@ -197,7 +192,7 @@ def _refuse_inside_a_round(
             break
     raise ConfigError(
         f"{path} was made inside a round of local_sgd, in which each of {then} ranks has weights of its own: only "
-        f"local_sgd on {then} ranks (cluster.nodes x cluster.tasks_per_node) goes on from it. Go on with these"
+        f"local_sgd on {then} ranks (cluster.nodes x cluster.tasks_per_node) continues from it. Continue with these"
         f"{way_out}; checkpoints every multiple of strategy.local_sgd.round_steps "
         "(checkpoint.every_steps) fit any number"
     )

@@ -134,7 +134,7 @@ def _set_order(ddp: Any, order: list[int]) -> bool:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    # The rest of what the DDP has told the reducer that it had.
+    # The rest of what the DDP has set in its first reducer.
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()

@@ -108,7 +108,7 @@ class LoopEngine:
             self._not_finite.restore(meta)
 
     def _progress(self) -> dict[str, Any]:
-        """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
+        """Return what `toolkit status` is to show besides the step, the speed and the metrics."""
         return {}
 
     # ------------------------------------------------------------------------------------------------ begin and end
@@ -195,12 +195,11 @@ class LoopEngine:
             return
         self._in_step = False
         self.step += 1
-        # After an attempt's first step rank 0 notes the modules it has imported: the zygote imports them in advance.
         if self._activity.step is None:
             self._session.start_up.end("first_step")
             self._session.progress(start_up=self._session.start_up.parts)
             self._session.step_made()
-            if self._session.is_main:
+            if self._session.is_main:  # the zygote of the next attempt imports these modules in advance
                 preimports.note(self._session.run_dir / preimports.NAME)
         self._activity.step = self.step
         self._throughput.update(self._samples, self._wait_s)
@@ -247,7 +246,7 @@ class LoopEngine:
     def _save(self, *, must: bool) -> bool:
         """Save the state after the steps done. Return False where it is not worth saving.
 
-        ``must``: nothing comes after this save. One in the background has only begun when this returns.
+        ``must``: nothing comes after this save. Other saves may only have begun, in the background, when this returns.
         """
         if not self._may_save(must=must):
             self._checkpoints.saver.leave_out()
@@ -301,7 +300,7 @@ class LoopEngine:
         return {**means, NOT_FINITE: self._not_finite.count}
 
     def _write_figures(self, values: Mapping[str, float]) -> None:
-        """Log ``values`` by tag at this step, and tell `toolkit status`."""
+        """Log ``values`` by tag at this step, and report it to `toolkit status`."""
         self._sink.scalars(self.step, values)
         if (table := self._history.take_table()) is not None:
             self._sink.text("run/restarts", table, self.step, markdown=True)
@@ -320,8 +319,7 @@ class LoopEngine:
             "metrics": dict(self._metrics),
             **self._progress(),
         }
-        # A user's loop may not know its end, and then there is no time left to report.
-        if self._total is not None:
+        if self._total is not None:  # a user's loop may not know its end
             progress["total_steps"] = self._total
             progress["eta_s"] = self._throughput.eta_s(self._total - self.step)
         self._session.progress(**progress)
@@ -350,20 +348,19 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 
 
 def describe_script(config: JobConfig, run_dir: Path, sink: Sink) -> None:
-    """Log the config as text, and the hyper-parameters of a script with a loop of its own, if it has any."""
+    """Log the config as text, and the hyper-parameters of a script with its own loop, if it has any."""
     sink.text("config", dump_config(config))
     if values := hparams_of_script(config, run_dir):
         sink.hparams(values)
 
 
 def hparams_of_script(config: JobConfig, run_dir: Path) -> dict[str, bool | int | float | str]:
-    """Return the script's own keys and options, and the keys that the run's sweep varies, as hyper-parameters."""
+    """Return the script's keys and options, and the keys that the run's sweep varies, as hyper-parameters."""
     point = RunDir(run_dir).point()
     return _own(config) | ({} if point is None else _shown(point.values.items()))
 
 
 def _own(config: JobConfig) -> dict[str, bool | int | float | str]:
-    """Return the job's own keys, and a script's options, as hyper-parameters."""
     return _shown([*leaves(config.params), *leaves(config.args, "args")])
 
 

@@ -1,14 +1,10 @@
-"""The evaluations of a training, on all ranks. Each counts every sample once, on any number of ranks.
-
-They are remembered over a resume.
-"""
+"""The evaluations of a training, on all ranks. Each counts every sample once, on any number of ranks."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -63,8 +59,7 @@ class Evaluations:
         # One that is made up for after a resume draws the same.
         reseed(self._seed, -1 - step, self._strategy.share.index)
         means = self._evaluate(self._strategy, self._is_cut)
-        # The stop follows at the next boundary, and the resumed run evaluates this step.
-        if means is None:
+        if means is None:  # the stop follows at the next boundary
             log.info("step %d: evaluation cut short to stop", step)
             return None
         figures = {f"eval/{name}": value for name, value in means.items()}
@@ -75,10 +70,7 @@ class Evaluations:
         return figures
 
     def _is_cut(self) -> bool:
-        """True if the evaluation must end early, for a stop, which has only seconds.
-
-        The evaluation is made up for at the resume. It calls this after each batch, which also reports progress.
-        """
+        """Report progress. True if the evaluation must end early for a stop; the resumed run evaluates again."""
         self._session.activity.note_progress()
         self._sheet.add("evaluation")
         return self._session.gate.pending == STOP
@@ -89,10 +81,7 @@ class Evaluations:
 
     def state(self) -> dict[str, Json]:
         """Return what a checkpoint must hold."""
-        saved: dict[str, Json] = {"evaluated": self.newest}
-        if self._figures:
-            saved["evaluations"] = [*self._figures]
-        return saved
+        return {"evaluated": self.newest, **({"evaluations": [*self._figures]} if self._figures else {})}
 
     def restore(self, saved: Mapping[str, Any], step: int) -> None:
         """Go on from a :meth:`state` of the checkpoint of ``step``."""
@@ -121,17 +110,37 @@ def evaluate(
     has the same figures.
     """
     strategy.settle()
-    part, cut = _own_part(strategy, batches, measure, is_cut)
+    sums: dict[str, Tensor] = {}
+    count = 0
+    rows: list[Sums] = []
+    names: _Names | None = None
+    cut = False
+    for batch in batches:
+        part = strategy.evaluate(batch, measure)
+        if part.count or part.values:  # else this rank's part of the set has ended
+            here = sorted(part.values), sorted(part.rows)
+            if here != (names or here):
+                raise _differ(measure, f"for one batch it returned {_listed(names)}, for another {_listed(here)}")
+            names = here
+        count += part.count
+        if part.rows:
+            rows.append(part)
+        for name, value in part.values.items():
+            sums[name] = sums[name] + value.double() if name in sums else value.double()
+        cut = is_cut()
+        if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
+            cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
+        if cut:
+            break
     # The sum below goes by the place of a name: with other names on one rank it would add up different figures. A rank
     # whose samples are counted by another has no rows.
-    names, rows = part.names, part.rows
-    digests = {_NAMES: _digest(names[0]) if names else 0.0, _ROWS: _digest(names[1]) if names and part.count else 0.0}
+    digests = {_NAMES: _digest(names[0]) if names else 0.0, _ROWS: _digest(names[1]) if names and count else 0.0}
     if odd := _odd_ranks(strategy.by_rank(digests).values()):
         who = f"the figures of rank {listing(odd)} differ from those of the others"
         raise _differ(measure, f"{who}, and those of this rank are {_listed(names)}")
     # One sum tells every rank the totals, and whether any rank was cut or has rows.
-    ends = {_COUNT: float(part.count), _CUT: float(cut), _ROWS: float(bool(rows))}
-    totals = strategy.sum({**{name: part.sums[name] for name in sorted(part.sums)}, **ends})
+    ends = {_COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))}
+    totals = strategy.sum({**{name: sums[name] for name in sorted(sums)}, **ends})
     counted, was_cut, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
     if was_cut:
         return None
@@ -142,7 +151,7 @@ def evaluate(
             "the ranks' parts must tile the set without padding"
         )
     figures: dict[str, Any] = {}
-    for name in part.sums or totals:  # in the job's order where this rank has samples
+    for name in sums or totals:  # in the job's order where this rank has samples
         if not name.endswith(WEIGHT):
             # A figure without a weight of its own is divided by the number of samples.
             weight = totals.get(name + WEIGHT, size)
@@ -151,41 +160,6 @@ def evaluate(
     if has_rows:
         figures |= _gathered(strategy, rows)
     return figures
-
-
-@dataclass
-class _OwnPart:
-    """What this rank has seen of the eval set. ``rows`` are those of its batches, in order."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    count: int = 0
-    rows: list[Sums] = field(default_factory=list)
-    names: _Names | None = None
-
-
-def _own_part(
-    strategy: Strategy, batches: Iterable[Batch | None], measure: Measure, is_cut: Callable[[], bool]
-) -> tuple[_OwnPart, bool]:
-    """Evaluate this rank's batches. Return what they give, and whether the evaluation was cut."""
-    own, cut = _OwnPart(), False
-    for batch in batches:
-        part = strategy.evaluate(batch, measure)
-        if part.count or part.values:  # else this rank's part of the set has ended
-            here = sorted(part.values), sorted(part.rows)
-            if here != (own.names or here):
-                raise _differ(measure, f"for one batch it returned {_listed(own.names)}, for another {_listed(here)}")
-            own.names = here
-        own.count += part.count
-        if part.rows:
-            own.rows.append(part)
-        for name, value in part.values.items():
-            own.sums[name] = own.sums[name] + value.double() if name in own.sums else value.double()
-        cut = is_cut()
-        if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
-            cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
-        if cut:
-            break
-    return own, cut
 
 
 #: Names that no figure of a measure has.
@@ -229,10 +203,6 @@ def _gathered(strategy: Strategy, batches: Sequence[Sums]) -> dict[str, Tensor]:
         positions = [sums.positions for sums in batches if sums.positions is not None]
         rows = {name: torch.cat([sums.rows[name].cpu() for sums in batches]) for name in batches[0].rows}
         own = (torch.cat(positions), rows)
-    # Ranks hold parts of the set, in batches: sort all rows by their positions in it.
     parts = [part for part in strategy.gather(own) if part is not None]
     order = torch.cat([positions for positions, _ in parts]).argsort()
-    gathered: dict[str, Tensor] = {}
-    for name in parts[0][1]:
-        gathered[name] = torch.cat([rows[name] for _, rows in parts])[order]
-    return gathered
+    return {name: torch.cat([rows[name] for _, rows in parts])[order] for name in parts[0][1]}

@@ -73,7 +73,7 @@ MAX_BYTES = 64 << 20
 class Unsaved:
     """The plain attributes and buffers of modules that no checkpoint holds, as they were when this was made.
 
-    What is no state is left out: a tensor that is made or grows at the first batch is a cache, and one with a gradient
+    What is not state is left out: a tensor that is made or grows at the first batch is a cache, and one with a gradient
     is an output that the module keeps. So are sparse and quantized tensors, and very large ones, which would take time.
     """
 
@@ -90,9 +90,13 @@ class Unsaved:
         self._first = {name: _digest(tensor) for name, tensor in self._now()}
 
     def changed(self) -> list[str]:
-        """Return the names of those with another content than at first."""
-        now = dict(self._now())
-        return [name for name, digest in self._first.items() if name in now and _is_other(now[name], digest)]
+        """Return the names of those of the same shape and type with another content than at first."""
+        now = {name: _digest(tensor) for name, tensor in self._now()}
+        return [
+            name
+            for name, digest in self._first.items()
+            if name in now and now[name] != digest and now[name][:2] == digest[:2]
+        ]
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:
         for place, part in self._parts:
@@ -107,15 +111,8 @@ def _is_small_and_dense(tensor: Tensor) -> bool:
     return is_dense and not tensor.requires_grad and tensor.nbytes <= MAX_BYTES
 
 
-Digest = tuple[object, ...]
-
-
-def _digest(tensor: Tensor) -> Digest:
+def _digest(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.shape, tensor.dtype, zlib.crc32(to_bytes("an attribute", tensor)))
-
-
-def _is_other(tensor: Tensor, digest: Digest) -> bool:
-    return (tensor.shape, tensor.dtype) == digest[:2] and _digest(tensor) != digest
 
 
 def _saves_by_itself(part: nn.Module) -> bool:
@@ -137,7 +134,7 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
             module = module.module
-        elif is_compiled(module):
+        elif type(module).__name__ == "OptimizedModule":  # by name: importing torch's compiler takes a second
             module = module._orig_mod  # type: ignore[assignment]
         elif type(module).__name__ == "_FabricModule":
             module = module._forward_module  # type: ignore[assignment]
@@ -163,16 +160,8 @@ class PassCounter:
         return getattr, ({}, "get")
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """True for what ``torch.compile(module)`` returns. Goes by name: importing torch's compiler takes a second."""
-    return type(module).__name__ == "OptimizedModule"
-
-
 def is_metric(module: nn.Module) -> bool:
-    """True for a metric of torchmetrics.
-
-    It is a module whose state is each rank's own, and is not in its ``state_dict`` unless asked for.
-    """
+    """True for a metric of torchmetrics: a module whose state is each rank's own, and in no ``state_dict`` unasked."""
     return any(kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__)
 
 
@@ -213,7 +202,7 @@ class Accumulation:
 
     @property
     def waited(self) -> int:
-        """Return the steps of the loop since any optimizer's last one."""
+        """The steps of the loop since any optimizer's last one."""
         return min(self._since.values(), default=0)
 
     @property

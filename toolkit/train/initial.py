@@ -1,8 +1,4 @@
-"""The weights that a new run starts from, if `model.init_from` names any.
-
-It is for fine-tuning, transfer, or a longer run.
-
-Weights from another source, as a mapping from names to tensors on the CPU. No code in a file is ever run.
+"""The weights that a new run starts from, if `model.init_from` names any. No code in a file is ever run.
 
 torch.save's files are read with ``weights_only``. torch's own loader of a DCP folder unpickles any ``.metadata``. Here
 an unpickler reads it that knows only torch's few classes of metadata, and of the rest only tensors are read.
@@ -59,7 +55,6 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = hang.LOADING
-
         source = read_on_all_ranks(config.init_from, config.init_weights, session)
         match = fill(model, source.tensors)
         if not match.filled:
@@ -118,8 +113,7 @@ class Match:
             "only in the file": self.extra,
         }
         most = 10**9 if every else 10
-        shown = [f"; {sort} ({len(names)}): {listing(names, most)}" for sort, names in sorts.items() if names]
-        return "".join(shown)
+        return "".join(f"; {sort} ({len(names)}): {listing(names, most)}" for sort, names in sorts.items() if names)
 
 
 @torch.no_grad()
@@ -177,10 +171,7 @@ class Weights(NamedTuple):
 
 
 def read_on_all_ranks(source: str, which: str | None, session: Session) -> Weights:
-    """Read the weights, on all ranks from the file that rank 0 has chosen.
-
-    In a run that is saving at this moment the other ranks might find a newer checkpoint.
-    """
+    """Read the weights, on all ranks from the file that rank 0 has chosen: others might find a newer checkpoint."""
     read: list[Weights] = []  #: on rank 0, which alone calls ``look``
 
     def look() -> dict[str, str]:
@@ -277,7 +268,7 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
 
     with reading.open_file(path / ".metadata") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
-    # Only the tensors are asked for: what else is in the folder is pickled.
+    # Only the tensors are read: the rest of the folder is pickled.
     into = {
         name: torch.empty(record.size, dtype=record.properties.dtype)
         for name, record in metadata.state_dict_metadata.items()

@@ -1,18 +1,6 @@
 """``toolkit.Job``: what a training is about, without the training.
 
-    class Job(toolkit.Job):
-        def train_set(self):
-            return MyImages("train")
-
-        def model(self):
-            return Net(width=self.params.width)
-
-        def loss(self, model, batch):
-            return toolkit.Loss.mean(cross_entropy(model(batch["image"]), batch["label"]))
-
-Every method but these three has a default. The same class serves the ranks of a training and, afterwards, one process
-that evaluates or exports the trained model. :class:`Hooks` has what a job may do during its training; nothing by
-default.
+The same class serves the ranks of a training and, afterwards, one process that evaluates or exports the trained model.
 """
 
 from __future__ import annotations
@@ -59,8 +47,7 @@ class Hooks:
     def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
         """Return True to end the training early. Called after each evaluation.
 
-        ``evaluations`` are the figures of all so far (``eval/loss``), those before a resume included. So a job need not
-        keep what its decision depends on.
+        ``evaluations`` are the figures of all so far (``eval/loss``), those before a resume included.
         """
         return False
 
@@ -68,8 +55,8 @@ class Hooks:
 class Job(Hooks):
     """The data, the model and the loss of a training. A job's file has one class derived from it.
 
-    :class:`~toolkit.train.job.Hooks` has what may be done during the training. Methods are called on every rank, in
-    the same order, and must do the same on each::
+    Every method but ``train_set``, ``model`` and ``loss`` has a default. :class:`~toolkit.train.job.Hooks` has what may
+    be done during the training. Methods are called on every rank, in the same order, and must do the same on each::
 
         >>> class Doubling(toolkit.Job):
         ...     def train_set(self):

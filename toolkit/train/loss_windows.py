@@ -1,7 +1,4 @@
-"""Means between two logging steps, over all ranks: of a job's losses, and of what a user's loop logs.
-
-They stay on the device until then.
-"""
+"""Means between two logging steps, over all ranks: of a job's losses, and of what a user's loop logs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from toolkit.ranks.state import Json
 
 #: The tag of the loss that `train.on_nan` judges.
 LOSS = "train/loss"
-#: So many characters of a value are shown that is no number.
+#: Most characters shown of a value that is not a number.
 _MOST_SHOWN = 60
 
 
@@ -36,8 +33,8 @@ class LossWindow:
     ) -> None:
         """``by_rank`` and ``gather`` are those of :class:`toolkit.strategies.protocol.Strategy`.
 
-        ``are_parts``: of a step the ranks' values are parts of one, which is 0 for a tag that it lacks. Else each value
-        counts, as often as it was added.
+        ``are_parts``: the ranks' values of a step add up to one value, which is 0 for a tag that it lacks. Else each
+        value counts, as often as it was added.
         """
         self._rank, self._world_size, self._by_rank, self._gather = rank, world_size, by_rank, gather
         self._are_parts = are_parts
@@ -114,25 +111,21 @@ class LossWindow:
 
 
 def number_of(tag: str, value: Tensor | float) -> Tensor | float:
-    """Return a value for a window. A tensor on a GPU is not read. Raises JobCodeError for what is no single number."""
-    if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and value.numel() != 1):
-        raise _not_a_number(tag, value)  # float() would take "3.5"
-    if isinstance(value, Tensor) and not value.is_cpu:
+    """Return a value for a window. A tensor on a GPU is not read. Raises JobCodeError for other than single numbers."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cpu:
         return value.detach().double().reshape(())  # to read it would wait for the GPU
     try:
-        return float(value.item() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, OverflowError):
-        raise _not_a_number(tag, value) from None
-
-
-def _not_a_number(tag: str, value: object) -> JobCodeError:
+        if not isinstance(value, (str, bytes)):  # float() would take "3.5"
+            return float(value.item() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
     if isinstance(value, Tensor):
         what = f"has the shape {tuple(value.shape)} and the type {value.dtype}"
     else:
         shown = repr(value)
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
         what = f"is {shown}, of type {type(value).__name__}"
-    return JobCodeError(f"run.log: {tag} {what}; log single numbers")
+    raise JobCodeError(f"run.log: {tag} {what}; log single numbers")
 
 
 def gather_json(value: Any, device: torch.device) -> list[Any]:

@@ -5,14 +5,11 @@ finite is a warning. At the second in a row the attempt fails; the error names t
 layer whose output is not finite with the weights of the last checkpoint. The run is given up, because the same steps
 would follow again from there. Weights that are not finite are not saved: the newest checkpoint stays fit for a resume.
 
-With `train.skip_bad_steps` such steps are left out instead: they are read from the device, listed in
-``skipped_steps.jsonl``, and counted (:class:`SkippedSteps`). The strategy decides on the device, see
-``strategies/update/gradients.py``. The host reads the verdicts where it waits for the device anyway: at a logging step
-and before a save. So a checkpoint never comes after a step that is not listed yet. A step that a crash keeps from being
-listed is left out again by the resumed run.
-
-The verdicts are equal on all ranks, and whether to roll back to a checkpoint is decided in logging steps only. So all
-ranks decide alike without communication, and a run that was killed and resumed decides in the same step.
+With `train.skip_bad_steps` such steps are left out instead. The strategy decides on the device, see
+``strategies/update/gradients.py``, equally on all ranks. The host reads the verdicts at the same places: so a
+checkpoint never comes after a step that is not listed yet. A step that a crash keeps from being listed is left out
+again by the resumed run. Whether to roll back to a checkpoint is decided in logging steps only, so that a run that was
+killed and resumed decides in the same step.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ class NotFinite:
             self.refuse(step)
 
     def state(self) -> dict[str, Json]:
-        """Return what a checkpoint must hold. A stop does not end the row of bad means."""
+        """Return what a checkpoint must hold: a stop does not end the row of bad means."""
         row: dict[str, Json] = {"count": self.count, "row": self._row, "since": self._since, "what": self._what}
         return {"finite": self._weights_were_finite, "not_finite": row}
 
@@ -136,10 +133,7 @@ class JobNotFinite(NotFinite):
         )
 
     def _cause(self, step: int) -> str:
-        """Return what is wrong, as the end of a sentence. It names the layer where the strategy can find it.
-
-        It is searched for with the weights of a checkpoint from before the first bad step, if there is one.
-        """
+        """Return what is wrong, as the end of a sentence. It names the layer where the strategy can find it."""
         bad = bad_weights(self._strategy.live())
         now = f"of this rank's weights {len(bad)} are not finite: {listing(bad, 3)}" if bad else "the weights are"
         first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
@@ -236,8 +230,7 @@ class SkippedSteps:
         verdicts = torch.stack([verdict for _, verdict in self._unread]).tolist()
         steps = [step for step, _ in self._unread]
         self._unread.clear()
-        # Count and list what was not made; an overflow of fp16 counts as well, though it starts no row: it is a matter
-        # of the loss scale, not of the weights or the samples.
+        # An overflow of fp16 counts as well, but starts no row: it is a matter of the loss scale.
         left_out: list[tuple[int, int]] = []
         for step, why in zip(steps, verdicts, strict=True):
             if why == MADE:
@@ -249,7 +242,11 @@ class SkippedSteps:
         self._count += len(left_out)
         self._list([(step, why) for step, why in left_out if step not in self._listed])
         if self._after is None and len(self._streak) >= ENDLESS:
-            raise NotFiniteError(f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; {_ENDLESS}")
+            raise NotFiniteError(
+                f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; the weights do not get on any "
+                "more. Set train.rollback_after, or optim.lr lower, and start from an earlier checkpoint "
+                "(model.init_from)"
+            )
         return len(left_out)
 
     @property
@@ -276,7 +273,7 @@ class SkippedSteps:
         again = to is not None and self._rolled_back_at is not None and to <= self._rolled_back_at
         if to is None or again:
             raise NotFiniteError(f"train.rollback_after: {self._describe_row(step)}; {_TWICE if again else _NONE}")
-        log.warning("%s: back to the weights of step %d; the data go on", self._describe_row(step), to)
+        log.warning("%s: back to the weights of step %d; the data continue", self._describe_row(step), to)
         self._rollbacks, self._rolled_back_at = self._rollbacks + 1, step
         self._streak, self._waits = [], True
 
@@ -310,13 +307,10 @@ class SkippedSteps:
         """List the ``new`` steps on rank 0, with their positions and samples."""
         if not self._writes:
             return
-        lines = []
+        lines, size = [], self._loader.global_batch_size
         for step, why in new:
-            first = step * self._loader.global_batch_size
-            last = first + self._loader.global_batch_size - 1
-            line = {"step": step, "why": WHY[why], "positions": [first, last]}
-            samples = self._loader.global_samples(step)
-            lines.append({**line, "samples": samples})
+            positions, samples = [step * size, (step + 1) * size - 1], self._loader.global_samples(step)
+            lines.append({"step": step, "why": WHY[why], "positions": positions, "samples": samples})
             self._listed.add(step)
             if len(self._listed) <= NAMED:
                 log.warning("step %d is left out: %s; samples %s", step, WHY[why], listing(list(map(str, samples)), 8))
@@ -340,8 +334,4 @@ _NONE = (
 _TWICE = (
     "and there is no newer checkpoint than at the last rollback, so it would happen again. Look at these samples, or "
     "set optim.lr lower, then resume"
-)
-_ENDLESS = (
-    "the weights do not get on any more. Set train.rollback_after, or optim.lr lower, and start from an earlier "
-    "checkpoint (model.init_from)"
 )

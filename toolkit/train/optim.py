@@ -1,13 +1,9 @@
-"""The optimizer. Its learning rate is a function of the step: there is no scheduler whose state to save.
+"""The optimizer, and its groups of parameters. Its learning rate is a function of the step.
 
-It gets the parameters in groups with settings of their own.
-
-Muon for hidden matrices and AdamW for the rest, as one optimizer.
-
-There is one step, one state and one learning rate. Muon (https://kellerjordan.github.io/posts/muon/) replaces a
-matrix's gradient by the nearest orthogonal matrix, so it needs the whole gradient. Where a matrix is sharded over
-ranks, each rank gathers the gradient with its momentum and makes the same step as the others, but keeps its own part
-only: weights and momenta stay sharded.
+Muon for hidden matrices and AdamW for the rest are one optimizer: one step, one state and one learning rate. Muon
+(https://kellerjordan.github.io/posts/muon/) replaces a matrix's gradient by the nearest orthogonal matrix, so it needs
+the whole gradient. Where a matrix is sharded over ranks, each rank gathers the gradient with its momentum and makes the
+same step as the others, but keeps its own part only: weights and momenta stay sharded.
 """
 
 from __future__ import annotations
@@ -174,12 +170,11 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def _scales_by_depth(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-    """Return each parameter's scale of the rate, by its distance from the last layers.
+    """Return each parameter's scale of the rate: ``decay`` to the power of its distance from the last layers.
 
-    It is ``decay`` to the power of that distance. Parameters after the last block have 1, the last block ``decay``, the
-    one before it ``decay ** 2``, and so on; what comes before the first block has the least (as in BEiT,
-    https://arxiv.org/abs/2106.08254, appendix). A parameter between two blocks counts to the second. Raises ConfigError
-    for a model without blocks.
+    Parameters after the last block have 1, the last block ``decay``, the one before it ``decay ** 2``, and so on; what
+    comes before the first block has the least (as in BEiT, https://arxiv.org/abs/2106.08254, appendix). A parameter
+    between two blocks counts to the second. Raises ConfigError for a model without blocks.
     """
     depth_of = {parameter: depth for depth, block in enumerate(blocks(model), 1) for parameter in block.parameters()}
     if not depth_of:
@@ -215,10 +210,7 @@ def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
 
 
 def _of_all_ranks(names: list[str]) -> list[str]:
-    """Return the names that any rank has, in the model's order; all ranks call it.
-
-    The stages of a pipeline have different layers.
-    """
+    """Return the names that any rank has: the stages of a pipeline have different layers. All ranks call it."""
     if not dist.is_initialized():
         return names
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -235,12 +227,11 @@ def _by_module(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
     """Return norms' parameters, biases, and all others with fewer than two dimensions: gains, temperatures."""
-    spared: set[nn.Parameter] = set()
-    for name, module, parameter in _by_module(model):
-        is_bias = name.rpartition(".")[2] == "bias"
-        if is_bias or parameter.ndim < 2 or isinstance(module, _NORMS):
-            spared.add(parameter)
-    return spared
+    return {
+        parameter
+        for name, module, parameter in _by_module(model)
+        if name.rpartition(".")[2] == "bias" or parameter.ndim < 2 or isinstance(module, _NORMS)
+    }
 
 
 def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""All that a rank may have beside its loop, each part by an import where it is made.
+"""All that a rank may have besides its loop, each part by an import where it is made.
 
 What carries out a key of the config raises what it raises. The rest only watches or advises, and cannot end a rank.
 """
@@ -72,9 +72,9 @@ def trace(session: Session) -> StepTrace | None:
     if TRACE_VARIABLE not in os.environ:
         return None
     from toolkit.train.state import conditions
-    from toolkit.train.trace import start
+    from toolkit.train.trace import StepTrace
 
-    return start(os.environ[TRACE_VARIABLE], session, conditions(session))
+    return StepTrace(os.environ[TRACE_VARIABLE], session, conditions(session))
 
 
 def requests(session: Session) -> OnRequest:

@@ -1,11 +1,10 @@
 """State of any object as JSON and tensors: what ``state_dict()`` returns, stored without pickle.
 
-:func:`encode` turns nested builtin containers, numbers, texts, bytes, tensors and numpy arrays into JSON, with the
-tensors beside it. :func:`decode` gives back equal values of the same types. A type that JSON does not have is written
-as a mapping with one key that begins with ``$``. Anything else is an error that names its place, such as
-``scheduler.lr_lambdas[0]``.
+:func:`encode` turns nested builtin containers, numbers, texts, bytes, tensors and numpy arrays into JSON and a list of
+the tensors. :func:`decode` gives back equal values of the same types. A type that JSON does not have is a mapping with
+one key that begins with ``$``. Anything else is an error that names its place, such as ``scheduler.lr_lambdas[0]``.
 
-An optimizer's state is kept by parameter names, as the loop's checkpoints hold it (``optim/<parameter>/<slot>``).
+An optimizer's state is kept by parameter names (``optim/<parameter>/<slot>``).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import math
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ def encode(value: Any, where: str, tensors: list[Tensor], above: tuple[int, ...]
     # By exact type: numpy's float64 is a float as well, and belongs to the arrays below.
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+    if consists_of_tensors(value):
+        return {"$subclass": _encode_subclass(value, where, tensors)}
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _encode_tensor(value, where, tensors)
     if isinstance(value, bytes):
@@ -80,8 +82,6 @@ def decode(value: Json, tensors: list[Tensor]) -> Any:
 
 
 def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors: list[Tensor]) -> Json:
-    if consists_of_tensors(value):
-        return {"$subclass": _encode_subclass(value, where, tensors)}
     if isinstance(value, DTensor):
         raise ConfigError(f"run.resumable: {where} is a DTensor; only a module's and an optimizer's can be resharded")
     word = "$tensor"
@@ -138,10 +138,7 @@ def _pairs(value: Mapping[Any, Any]) -> list[list[Any]]:
     return [list(pair) for pair in value.items()]
 
 
-def _in_order(value: Iterable[Any]) -> list[Any]:
-    return sorted(value, key=repr)
-
-
+_in_order = partial(sorted, key=repr)
 #: Key, type, how to take it apart into items that are encoded, and how to put it together.
 _KINDS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[list[Any]], Any]], ...] = (
     ("$tuple", tuple, list, tuple),
@@ -192,10 +189,6 @@ def places_of(at: str, manifest: Manifest) -> list[Tensor]:
 OPTIMIZER, GROUPS = "optim", "groups"
 
 
-def _numbers_of(group: Mapping[str, Any]) -> dict[str, Json]:
-    return {key: value for key, value in group.items() if isinstance(value, (int, float))}
-
-
 class OptimizerSlots:
     """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
 
@@ -203,12 +196,15 @@ class OptimizerSlots:
         self._name, self._at, self.optimizer, self._names = name, f"{GROUPS}/{name}", optimizer, names
         self._filled: dict[str, list[Tensor]] = {}  #: by slot or settings, the places of tensors in them
         self._handed_over = self._names_by_group()
-        self._given = [_numbers_of(group) for group in optimizer.param_groups]
+        #: The numbers among the settings of each group, as the script has given them.
+        self._given = [
+            {key: value for key, value in group.items() if isinstance(value, (int, float))}
+            for group in optimizer.param_groups
+        ]
         self.overruled: list[str] = []  #: what the script has changed since the save, and the checkpoint has put back
 
     def _names_by_group(self) -> list[list[str]]:
         """Return the names of each group's parameters. Raises ConfigError for those of other models."""
-        # A parameter made before its module was wrapped or moved is not the model's any more.
         unknown = [parameter for parameter in self.parameters() if parameter not in self._names]
         if unknown:
             shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
@@ -242,8 +238,9 @@ class OptimizerSlots:
             plain = {key: value for key, value in group.items() if key != "params"}
             settings = encode(plain, f"{self._name}.param_groups[{index}]", tensors)
             given = self._given[index] if index < len(self._given) else {}
-            of_group: dict[str, Json] = {"parameters": len(names[index]), "names": names[index]}
-            groups.append({**of_group, "settings": settings, "given": given})
+            groups.append(
+                {"parameters": len(names[index]), "names": names[index], "settings": settings, "given": given}
+            )
         record: Json = {"class": type(self.optimizer).__name__, "groups": groups}
         return entries | entries_of(self._at, Replicated, record, tensors)
 
@@ -327,7 +324,7 @@ def _is_entry(value: object) -> bool:
 
 
 def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
-    """Return a tensor as the optimizer would have made it. It is sharded as the parameter is, if it has its shape."""
+    """Return a tensor as the optimizer makes it: sharded as the parameter is, if it has its shape."""
     dtype = getattr(torch, record.dtype)
     if record.shape == tuple(parameter.shape) and record.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -158,32 +158,29 @@ def _showing(job: Job, eval_set: Dataset, strategy: Strategy) -> Show:
 
     def show(sink: Sink, step: int) -> None:
         nonlocal is_possible
-        if is_possible:
+        if not is_possible:
+            return
+        shown: dict[str, Tensor | str] = {}
+
+        def look(model: Forward, batch: Batch) -> dict[str, Tensor]:
+            shown.update(job.show(model, batch))
+            return {}  # there are no figures to sum
+
+        try:
+            strategy.evaluate(batch, look)
+        except OnePassError as error:  # raised on every rank alike
+            is_possible = False
+            log.warning("the job's show() is left out: %s", error)
+            return
+        for tag, value in shown.items():
             try:
-                _show(job, strategy, batch, sink, step)
-            except OnePassError as error:  # raised on every rank alike
-                is_possible = False
-                log.warning("the job's show() is left out: %s", error)
+                if isinstance(value, str):
+                    sink.text(tag, value, step)
+                elif value.ndim == 4:
+                    sink.images(tag, value.float(), step)
+                else:
+                    sink.histogram(step, tag, value.flatten())
+            except Exception as error:  # of TensorBoard, on rank 0 alone: it must not end the training
+                log.warning("the job's show(): %r is not logged: %r", tag, error)
 
     return show
-
-
-def _show(job: Job, strategy: Strategy, batch: Batch | None, sink: Sink, step: int) -> None:
-    shown: dict[str, Tensor | str] = {}
-
-    def look(model: Forward, batch: Batch) -> dict[str, Tensor]:
-        shown.update(job.show(model, batch))
-        return {}
-
-    # The strategy calls ``look`` with the model in evaluation mode; there are no figures to sum.
-    strategy.evaluate(batch, look)
-    for tag, value in shown.items():
-        try:
-            if isinstance(value, str):
-                sink.text(tag, value, step)
-            elif value.ndim == 4:
-                sink.images(tag, value.float(), step)
-            else:
-                sink.histogram(step, tag, value.flatten())
-        except Exception as error:  # of TensorBoard, on rank 0 alone: it must not end the training
-            log.warning("the job's show(): %r is not logged: %r", tag, error)

@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class SameCalls:
-    """One rank's side. ``at`` returns :attr:`Place.at`; any thread may call it."""
+    """One rank's side. Any thread may call ``at``, which returns :attr:`Place.at`."""
 
     def __init__(self, session: Session, at: Callable[[], int]) -> None:
         self._session, self._at = session, at
@@ -59,9 +59,8 @@ class SameCalls:
     def meet(self, what: str, *, has: bool = False, advice: str = "") -> bool:
         """Wait for all ranks to make this call. Return True if any of them ``has`` something.
 
-        ``what`` tells what this rank has done: "called run.save()". Raises JobCodeError where another rank makes
-        another call instead, or goes on without it, and ToolkitError after the group's timeout. ``advice`` says what to
-        do about it.
+        ``what`` tells what this rank has done: "called run.save()". Raises JobCodeError, with the ``advice``, where
+        another rank makes another call instead, or continues without it, and ToolkitError after the group's timeout.
         """
         if self._blocks:
             raise JobCodeError(
@@ -85,10 +84,7 @@ class SameCalls:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0, then on all others.
-
-        Where the block raises on rank 0, the others raise ToolkitError.
-        """
+        """Run the block on rank 0, then on all others. Where it raises on rank 0, the others raise ToolkitError."""
         self._begin("called run.main_first()")
         with self._session.main_first(lambda key: self._await(key, (0,), "")):
             self._blocks += 1
@@ -144,8 +140,8 @@ class SameCalls:
         for rank in others:
             store.set(self._where(rank), "?")
         time.sleep(_SLOW_POLL_S)
-        told = [rank for rank in others if store.check([self._told(rank)])]
-        places = {rank: Place(*json.loads(store.get(self._told(rank)))) for rank in told}
+        answered = [rank for rank in others if store.check([self._answer_key(rank)])]
+        places = {rank: Place(*json.loads(store.get(self._answer_key(rank)))) for rank in answered}
         if store.check([key]):  # it came meanwhile
             return
         mine = self._place
@@ -161,21 +157,21 @@ class SameCalls:
             )
 
     def _answer(self, store: StoreTransport) -> None:
-        """Tell other ranks where this one is, as often as one asks."""
+        """Answer other ranks that ask where this one is."""
         where = self._where(self._session.rank)
-        with suppress(Exception):  # without a store there is nobody to answer
+        with suppress(Exception):  # the store is gone
             while not self._is_closed:
                 if not store.wait(where, IDLE_S):
                     continue
                 store.delete(where)
-                # What the last call was stays true while the rank goes on, and the time in steps is that of now.
+                # The last call, and the current time in steps.
                 answer = self._place._replace(at=max(self._place.at, self._at()))
-                store.set({self._told(self._session.rank): json.dumps(answer)})
+                store.set({self._answer_key(self._session.rank): json.dumps(answer)})
 
     def _where(self, rank: int) -> str:
         return f"{self._prefix}/where/{rank}"
 
-    def _told(self, rank: int) -> str:
+    def _answer_key(self, rank: int) -> str:
         return f"{self._prefix}/told/{rank}"
 
 

@@ -1,7 +1,6 @@
-"""When a run is saved and how.
+"""When a run is saved and how: by steps, by time or after the best evaluation, in the background or not.
 
-It is saved by steps, by time or after the best evaluation, while the training waits or in the background. When a save
-by time is due, rank 0's clock decides, and the ranks then agree on the step.
+Rank 0's clock decides when a save by time is due, and the ranks then agree on the step.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class Saver:
         self._asked = saves_asked()
         self.timer = SaveTimer(config, session)
         self._blocked_s = 0.0
-        self.checkpoints = CheckpointFolder(
+        self.on_disk = CheckpointFolder(
             RunDir(session.run_dir).checkpoints,
-            _keep(config),
+            Keep(config.keep, config.keep_every, config.keep_best),
             is_ours=session.owns_run,
             on_progress=self._note_progress,
         )
-        self.second = parts.second_place(config.copy_to, session, self.checkpoints)
+        self.second = parts.second_place(config.copy_to, session, self.on_disk)
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()
@@ -76,15 +75,12 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """True if the run is to be saved after ``step`` steps."""
-        intervals = (self._config.every_steps, self.checkpoints.keep.every)
+        intervals = (self._config.every_steps, self.on_disk.keep.every)
         return step in self._asked or any(isinstance(every, int) and step % every == 0 for every in intervals)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """True if a save is due because no earlier evaluation was as good as ``metrics``.
-
-        ``metrics`` are equal on all ranks.
-        """
-        keep = self.checkpoints.keep
+        """True if a save is due because no earlier evaluation was as good as ``metrics``, equal on all ranks."""
+        keep = self.on_disk.keep
         if keep.best is None:
             return False
         figure = keep.figure(metrics)
@@ -102,15 +98,15 @@ class Saver:
 
     def describe(self, step: int, reached: Mapping[str, Json]) -> None:
         """Note in the checkpoint of ``step`` what an evaluation of its state has found. Every rank calls it."""
-        self._best_begun, is_noted = self._state.best, True
+        self._best_begun, failed = self._state.best, 0.0
         if self._session.is_main:
             try:
-                self.checkpoints.describe(step, {**self._state.meta, **reached})
+                self.on_disk.describe(step, {**self._state.meta, **reached})
             except CheckpointError as error:
                 log.warning("the evaluation of step %d is not noted in its checkpoint: %s", step, error)
-                is_noted = False
+                failed = 1.0
         # All ranks must know the same best figure: they decide by it whether to save.
-        if self._state.source.sum({"failed": float(not is_noted)})["failed"]:
+        if self._state.source.sum({"failed": failed})["failed"]:
             self._forget_best()
         else:
             self._best_committed = self._best_begun
@@ -123,9 +119,9 @@ class Saver:
     def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
         """Commit the state after ``step`` steps. Every rank calls it, and the outcome is the same on all.
 
-        ``reached`` is what the loop wants to find again at a resume. A save that fails is logged, and the training goes
-        on, because a full disk must not end it: the next save stores a later state. With ``must`` (nothing comes after
-        this save) it is retried for ``PATIENCE_S``, and then raises CheckpointError.
+        ``reached`` is what the loop wants to find again at a resume. A save that fails is logged, and the training
+        continues, because a full disk must not end it. With ``must`` (nothing comes after this save) it is retried for
+        ``PATIENCE_S``, and then raises CheckpointError.
 
         The training waits for the first save of an attempt. With ``checkpoint.background`` later ones are written in
         the background, one at a time, unless they ``must`` be made. Raises UnsavableStateError where no later save
@@ -202,19 +198,17 @@ class Saver:
 
     @property
     def failure(self) -> str | None:
-        """Return a text on the saves that failed since the last good one, or None. It has the last error."""
+        """A text on the saves that failed since the last good one, or None. It has the last error."""
         count = f"{len(self._failed)} saves" if len(self._failed) > 1 else "save"
         return f"the last {count} failed: {self._failed[-1]}" if self._failed else None
 
     def note_resumed(self, newest: int | None) -> None:
-        """Note the step of the run's newest checkpoint, if any. Copy it to the second place, if it is not there.
-
-        The attempt before may have ended while this checkpoint was being copied.
-        """
-        self.newest, self._best_begun = newest, self._state.best
-        self._best_committed = self._best_begun
+        """Note the step of the run's newest checkpoint, if any."""
+        self.newest = newest
+        self._best_begun = self._best_committed = self._state.best
+        # The attempt before may have ended while this checkpoint was being copied.
         if self.second is not None and newest is not None:
-            self.second.copy(self.checkpoints.path(newest))
+            self.second.copy(self.on_disk.path(newest))
 
     def finish(self) -> None:
         """Wait for the copies to the second place. Called at the end of a training, after the last save."""
@@ -232,7 +226,7 @@ class Saver:
     ) -> Path:
         started, session = time.monotonic(), self._session
         path = save(
-            self.checkpoints,
+            self.on_disk,
             step,
             state,
             meta,
@@ -249,8 +243,7 @@ class Saver:
 
     def _note_progress(self) -> None:
         """Note that a piece of a file was written or read. If the training waits for it, that counts as progress."""
-        # The writing thread ends a save that was canceled, between two pieces.
-        writing = self._writing
+        writing = self._writing  # its thread ends a save that was cancelled, between two pieces
         if writing is not None and writing.is_here:
             writing.refuse_if_cancelled()
         if self._waits:
@@ -259,7 +252,7 @@ class Saver:
     def _succeed(self, step: int) -> None:
         self.newest, self._has_saved, self._best_committed = step, True, self._best_begun
         if self.second is not None:
-            self.second.copy(self.checkpoints.path(step))
+            self.second.copy(self.on_disk.path(step))
         if self._failed:
             log.warning("saves that had failed before it: %d, the last one: %s", len(self._failed), self._failed[-1])
             self._failed.clear()
@@ -275,10 +268,6 @@ class Saver:
         self._best_begun = self._best_committed
 
 
-def _keep(config: CheckpointConfig) -> Keep:
-    return Keep(config.keep, config.keep_every, config.keep_best)
-
-
 #: The kind of request by which the ranks agree on the step of a save by time.
 SAVE = "save"
 
@@ -292,10 +281,7 @@ class SaveTimer:
         self._due_s = 0.0  #: when the timer fires, by ``time.monotonic``
 
     def set(self, blocked_s: float, save_s: float) -> None:
-        """Start the time to the next save.
-
-        The training waited ``blocked_s`` for the last one, which took ``save_s``. Called on every rank.
-        """
+        """Start the time to the next save. The training waited ``blocked_s`` for the last, which took ``save_s``."""
         if not self._session.is_main:
             return
         self.cancel()
@@ -315,7 +301,7 @@ class SaveTimer:
     def held(self) -> Iterator[None]:
         """Put off the timer's request for the block.
 
-        The gate hands out one request after the other. A save that waits for the end of an evaluation would keep a stop
+        The gate hands out one request after the other: a save that waits for the end of an evaluation would keep a stop
         from cutting it short.
         """
         timer = self._timer

@@ -1,7 +1,4 @@
-"""What a checkpoint of a run holds.
-
-That is the strategy's state, the loader's position, and the values that tie it to its run.
-"""
+"""What a checkpoint of a run holds: the strategy's state, the loader's position, and what ties it to its run."""
 
 from __future__ import annotations
 
@@ -37,18 +34,18 @@ DATA = "the data set"
 
 
 def identity(config: JobConfig) -> dict[str, Json]:
-    """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``). The mesh beside them may change."""
+    """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``), and the mesh, which may change."""
     mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
     return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
 
 
 def saves_asked() -> Collection[int]:
-    """Return the steps after which a run is to be saved beside what its config says, by the brief for a trace."""
+    """Return the steps after which a run is to be saved besides what its config says, by the brief for a trace."""
     return frozenset(json.loads(os.environ.get(TRACE_VARIABLE, "{}")).get("saves", ()))
 
 
 def conditions(session: Session) -> dict[str, Json]:
-    """Return what a resume needs, beside the run's identity, to reproduce every bit."""
+    """Return what a resume needs, besides the run's identity, to reproduce every bit."""
     if session.device.type != "cpu":
         processor = accelerator.name_of(session.device)
     else:
@@ -111,42 +108,40 @@ class TrainingState:
         """
         self._loader = loader
         data = loader.fingerprint()
-        if data is not None:
-            # A rank with fewer samples would later leave the others waiting. A folder that is listed while files
-            # arrive, or a stale copy on a node's own disk, gives ranks different sets.
-            if self._session.world_size != 1 and dist.is_initialized():
-                size = int(data.split()[0])  # a fingerprint begins with the number of samples
-                # The ranks compare digests of the fingerprints; what most ranks have is taken for right.
-                row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=self._session.device)
-                rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
-                usual = Counter(rows).most_common(1)[0][0]
-                others: list[str] = []
-                for rank, (samples, crc) in enumerate(rows):
-                    if (samples, crc) != usual:
-                        but = ", but others" if samples == usual[0] else ""
-                        others.append(f"rank {rank} has {samples} samples{but}")
-                if others:
-                    raise ConfigError(
-                        f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} "
-                        "samples. See that all nodes have the same files (data.root), that none is being written, and "
-                        "that the job's order, if it has one, is the same on each rank; then start again"
-                    )
-            self.identity = {**self.identity, DATA: data}
+        if data is None:
+            return
+        self.identity = {**self.identity, DATA: data}
+        if self._session.world_size == 1 or not dist.is_initialized():
+            return
+        # A rank with fewer samples would later leave the others waiting. A folder that is listed while files arrive, or
+        # a stale copy on a node's own disk, gives ranks different sets. What most ranks have is taken for right.
+        size = int(data.split()[0])  # a fingerprint begins with the number of samples
+        row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=self._session.device)
+        rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
+        usual = Counter(rows).most_common(1)[0][0]
+        others: list[str] = []
+        for rank, (samples, crc) in enumerate(rows):
+            if (samples, crc) != usual:
+                but = ", but others" if samples == usual[0] else ""
+                others.append(f"rank {rank} has {samples} samples{but}")
+        if others:
+            raise ConfigError(
+                f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} samples. "
+                "See that all nodes have the same files (data.root), that none is being written, and that the job's "
+                "order, if it has one, is the same on each rank; then start again"
+            )
 
     def now(self) -> State:
         """Return the state as it is, of live tensors."""
-        return {**self.source.state(), **self._own()}
+        return {**self.source.state(), **self._place_of_loader()}
 
-    def _own(self) -> State:
+    def _place_of_loader(self) -> State:
         """Return the loader's position, if it is this rank's own."""
         position = None if self._loader is None else self._loader.state()
         return {} if position is None else {self._position: PerRank(position)}
 
     def places(self) -> State | Callable[[Manifest], State]:
-        """Return what is to be filled from a checkpoint.
-
-        It depends on the checkpoint for a strategy in rounds, whose state inside a round differs from that at its end.
-        """
+        """Return what is to be filled from a checkpoint, or a function of the checkpoint's manifest that does."""
         source = self.source
         if isinstance(source, Fitting):
             return source.places
@@ -154,12 +149,13 @@ class TrainingState:
             return self.now()
 
         def entered(manifest: Manifest) -> State:
-            return {**source.enter(manifest.step, [*manifest.tensors, *manifest.values]), **self._own()}
+            names = [*manifest.tensors, *manifest.values]
+            return {**source.enter(manifest.step, names), **self._place_of_loader()}
 
         return entered
 
     def restore(self, loaded: Loaded) -> None:
-        """Hand over what was loaded beside the tensors, and restore the loader's position."""
+        """Hand over what was loaded besides the tensors, and restore the loader's position."""
         self.source.loaded({**loaded.values, "step": loaded.step})
         if self._loader is not None and self._position in loaded.values:
             self._loader.restore(loaded.values[self._position])

@@ -1,8 +1,7 @@
 """A trace of each rank's steps, their inputs and results, for `toolkit resume-check` to compare.
 
 It is made only when ``TOOLKIT_TRACE`` is set. Each rank appends lines to ``trace/rank-00003.jsonl`` in the run's
-folder: one at its start, with its conditions, and one for each step done, with digests of everything that a step takes
-and leaves.
+folder: one at its start, with its conditions, and one for each step, with digests of all that it takes and leaves.
 
 It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "saved": 36, "late": 0.4, "signal": "SIGKILL"}}}``
 sends the signal to rank 2 of attempt 1, 0.4 of a step's time after it has begun step 37, wherever it is then. If no
@@ -39,9 +38,10 @@ from toolkit.ranks.state import Json
 class StepTrace:
     """Writes the trace of one rank."""
 
-    def __init__(self, brief: Mapping[str, Any], session: Session, conditions: Mapping[str, Json]) -> None:
+    def __init__(self, brief: str, session: Session, conditions: Mapping[str, Json]) -> None:
+        """``brief`` is the value of ``TOOLKIT_TRACE``."""
         self._attempt, self._checkpoints = session.attempt, RunDir(session.run_dir).checkpoints
-        self._strike = brief.get("strikes", {}).get(str(session.attempt))
+        self._strike = json.loads(brief).get("strikes", {}).get(str(session.attempt))
         self._signal: threading.Timer | None = None
         self._has_begun = False
         self._rank = session.rank
@@ -74,7 +74,7 @@ class StepTrace:
         self._signal.start()
 
     def take_batch(self, step: int, batch: Any, samples: list[int]) -> None:
-        """Take the digest of each sample of the step. So steps compare however samples are shared among ranks.
+        """Take a digest of each sample, so that steps compare however samples are shared among ranks.
 
         A batch that is not one of our loader's gives the digests of its tensors, arrays, numbers and texts.
         """
@@ -97,8 +97,7 @@ class StepTrace:
 
     def take_start(self, lr: float) -> None:
         """Take the learning rate, and the random generators' state before the step."""
-        states = [torch.get_rng_state()]
-        states += accelerator.random_states()
+        states = [torch.get_rng_state(), *accelerator.random_states()]
         self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
 
     def take_end(
@@ -108,10 +107,7 @@ class StepTrace:
         logged: Mapping[str, Tensor | float] | None = None,
         state: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the loss, what else the step has logged, and the live tensors and other state that it leaves here.
-
-        Write the step's line.
-        """
+        """Take the loss, what else the step has logged, and the tensors and state that it leaves. Write its line."""
         self._line["loss"] = float(loss.item()).hex()
         self._line["logged"] = {tag: float(value).hex() for tag, value in (logged or {}).items()}
         for name, tensor in live.items():
@@ -122,14 +118,9 @@ class StepTrace:
         self._write(self._line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Write a line with one system call. So a rank that is killed leaves whole lines."""
+        """Write a line with one system call: a rank that is killed leaves whole lines."""
         text = json.dumps({"attempt": self._attempt, **line})
         os.write(self._file, f"{text}\n".encode())
-
-
-def start(brief: str, session: Session, conditions: Mapping[str, Json]) -> StepTrace:
-    """Start the rank's trace, as the value of ``TOOLKIT_TRACE`` asks for it."""
-    return StepTrace(json.loads(brief), session, conditions)
 
 
 def _digest(tensor: Tensor) -> str:

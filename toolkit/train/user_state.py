@@ -1,15 +1,14 @@
 """What a user's own loop saves: models, optimizers and anything with a state.
 
-It is declared as a strategy declares its state. The names are the Trainer's (``model/<name>``,
-``optim/<parameter>/<slot>``), so that all commands read the checkpoints and any number of ranks goes on from them.
-Nothing is pickled.
+The names are the Trainer's (``model/<name>``, ``optim/<parameter>/<slot>``), so that all commands read the checkpoints
+and any number of ranks continues from them. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -55,10 +54,7 @@ class HasStateDict(Protocol):
 
 
 class UserState:
-    """The objects that a loop hands over by name, in the order of their filling.
-
-    It has what :class:`~toolkit.train.checkpoints.Checkpoints` needs of a strategy.
-    """
+    """The objects that a loop hands over by name; see :class:`~toolkit.train.state.Checkpointed`."""
 
     def __init__(self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device) -> None:
         """Sort the objects by kind. Raises ConfigError, by name, for what cannot be saved."""
@@ -68,7 +64,12 @@ class UserState:
         # A metric is a module, but its state is each rank's own: it is saved with the others below.
         modules = {name: value for name, value in modules.items() if not is_metric(value)}
         for name, module in modules.items():
-            _refuse_lazy(name, module)
+            named = [*module.named_parameters(), *module.named_buffers()]
+            if lazy := [key for key, value in named if is_lazy(value)]:
+                raise ConfigError(
+                    f"run.resumable: {name}: {listing(lazy, 3)} have no shape before the first batch: run one through "
+                    "the model before run.resumable, and before the optimizer is made"
+                )
         _refuse_average_of_another(modules)
         self._modules = _prefixed(modules)
         for name, module in modules.items():
@@ -81,7 +82,7 @@ class UserState:
         optimizers = {name: bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         names = self._parameters()
         self._optimizers = {name: OptimizerSlots(name, each, names) for name, each in optimizers.items()}
-        self.accumulation = Accumulation(self.optimizers)
+        self.accumulation = Accumulation([slots.optimizer for slots in self._optimizers.values()])
         self._filled_gradients: dict[Tensor, Tensor] = {}  #: by parameter
         owners: dict[Tensor, str] = {}
         for name, slots in self._optimizers.items():
@@ -119,11 +120,6 @@ class UserState:
         """True if ``thing`` was handed over and filled from a checkpoint."""
         return self._is_loaded and self.has(thing)
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers, without wrappers."""
-        return [slots.optimizer for slots in self._optimizers.values()]
-
     def _parameters(self) -> dict[Tensor, str]:
         """Return each parameter's name, without ``model/``."""
         names: dict[Tensor, str] = {}
@@ -136,8 +132,6 @@ class UserState:
     def _own_place(self) -> str:
         return f"{BUFFERS}/rank{self._rank}/"
 
-    # ------------------------------------------------------------------------------------------ for the checkpoints
-
     def state(self) -> dict[str, Entry]:
         """Return everything as it is now, live; a collective."""
         self._refuse_another_model()
@@ -149,16 +143,13 @@ class UserState:
         entries |= self._gradients()
         # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
         parts = {name: other.take_apart() for name, other in self._others.items()}
-        are_equal: list[bool] = []
         if parts:
-            # A digest of each part tells whether it is equal.
             digests = [_digest(*part) for part in parts.values()]
             rows = gather_rows(torch.tensor(digests, dtype=torch.int64, device=self._device))
-            are_equal = [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
-        for name, is_equal in zip(parts, are_equal, strict=True):
-            value, tensors = parts[name]
-            at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
-            entries |= plain_state.entries_of(at, kind, value, tensors)
+            are_equal: list[bool] = (rows == rows[0]).all(dim=0).tolist()
+            for (name, (value, tensors)), is_equal in zip(parts.items(), are_equal, strict=True):
+                at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
+                entries |= plain_state.entries_of(at, kind, value, tensors)
         for at, generator in self._generators.items():
             entries |= plain_state.entries_of(at, PerRank, *generator.take_apart())
         return entries
@@ -191,7 +182,13 @@ class UserState:
         sums = ReplicaSums(state)
         digests = gather_rows(torch.tensor([sums.digest()], dtype=torch.int64, device=self._device)).flatten().tolist()
         if len(set(digests)) > 1:
-            self._refuse_closures_apart()
+            for name, slots in self._optimizers.items():
+                if isinstance(slots.optimizer, LBFGS):
+                    raise ConfigError(
+                        f"run.resumable: the ranks have drifted apart, and {name} is LBFGS, which decides by the loss "
+                        "that its closure returns: return the mean of all ranks, sum(run.gather(loss)) / "
+                        "run.world_size"
+                    )
             by_rank = gather_json(dict(sums.sums()), self._device)
             for rank, theirs in enumerate(by_rank):
                 refuse_differing(by_rank[0], theirs, rank)
@@ -203,19 +200,10 @@ class UserState:
                 listing(changed, 5),
             )
 
-    def _refuse_closures_apart(self) -> None:
-        for name, slots in self._optimizers.items():
-            if isinstance(slots.optimizer, LBFGS):
-                raise ConfigError(
-                    f"run.resumable: the ranks have drifted apart, and {name} is LBFGS, which decides by the loss that "
-                    "its closure returns: return the mean of all ranks, sum(run.gather(loss)) / run.world_size"
-                )
-
     def _gradients(self) -> dict[str, Entry]:
         """Return the gradients of optimizers that made no step in the loop's last one while another did.
 
-        They may be the sum of several batches. Replicas may have added up other ones than their peers; of these the
-        mean counts.
+        Replicas may have added up other batches than their peers; of these the mean counts.
         """
         entries: dict[str, Entry] = {}
         names = self._parameters()
@@ -245,7 +233,7 @@ class UserState:
     def _buffers(self, saved: Collection[str]) -> dict[str, Entry]:
         """Return rank 0's buffers under their names, those of ``saved``, and this rank's where they are others.
 
-        BatchNorm's statistics differ among replicas, for one. They stay as they are: who reads them sees no save.
+        BatchNorm's statistics are an example. The live ones do not change.
         """
         named = {name: buffer for name, buffer in self._named_buffers().items() if name in saved}
         # NCCL sends nothing from host memory, where an average may be kept.
@@ -331,11 +319,9 @@ class UserState:
         self._is_loaded = True
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """See :meth:`toolkit.strategies.protocol.Strategy.sum`."""
         return sum_by_name(values, self._device)
 
     def live(self) -> dict[str, Tensor]:
-        """See :meth:`toolkit.strategies.protocol.Strategy.live`."""
         # A frozen one may be infinite by design, as a mask of attention.
         named = self._parameters().items()
         live = {f"{'weights' if each.requires_grad else 'frozen'}/{name}": local(each) for each, name in named}
@@ -352,8 +338,7 @@ class UserState:
         Loaders are left out: their batches tell where they are.
         """
         others = {**self._others, **{f"generator {n}": each for n, each in enumerate(self._generators.values())}}
-        found = [each.parts(name) for name, each in others.items() if not each.is_loader]
-        return dict(chain.from_iterable(found))
+        return dict(chain.from_iterable(each.parts(name) for name, each in others.items() if not each.is_loader))
 
     def rate(self) -> float:
         """Return the learning rate of the first optimizer, 0 without one."""
@@ -394,8 +379,8 @@ class Other:
 def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules by the prefix of their names in a checkpoint.
 
-    ``model``, or a single module under any name, is the model. Other modules beside ``model`` have their own name.
-    Several without one called ``model`` are the parts of one model, as in a job with a ``train_step``. A moving average
+    ``model``, or a single module under any name, is the model. Other modules next to ``model`` keep their name. Several
+    without one called ``model`` are the parts of one model, as in a job with a ``train_step``. A moving average
     (``AveragedModel``) gives its averaged weights.
     """
     by_prefix: dict[str, nn.Module] = {}
@@ -419,33 +404,23 @@ def _leaves(value: Any) -> Iterator[object]:
         yield value
 
 
-def _refuse_lazy(name: str, module: nn.Module) -> None:
-    """Raise ConfigError for parameters and buffers that have no shape yet."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    if lazy := [key for key, value in named if is_lazy(value)]:
-        raise ConfigError(
-            f"run.resumable: {name}: {listing(lazy, 3)} have no shape before the first batch: run one through the "
-            "model before run.resumable, and before the optimizer is made"
-        )
-
-
 def _refuse_average_of_another(modules: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError if ``ema`` averages another network than ``model``. It begins as a copy of that."""
     if not {MODEL, AVERAGE} <= modules.keys():
         return
     average = modules[AVERAGE]
     inner = bare(average.module) if isinstance(average, AveragedModel) else average
-    copied = [name for name, each in modules.items() if each is not average and _are_equal(each, inner)]
+
+    def is_copied(module: nn.Module) -> bool:
+        ones, others = ({name: local(p) for name, p in each.named_parameters()} for each in (module, inner))
+        return ones.keys() == others.keys() and all(torch.equal(p, others[name].to(p)) for name, p in ones.items())
+
+    copied = [name for name, each in modules.items() if each is not average and is_copied(each)]
     if copied and MODEL not in copied:
         raise ConfigError(
             f"run.resumable: ema is an average of {copied[0]}, and `toolkit checkpoint export` gives ema as the "
             f"average of model; hand it over under another name: run.resumable(ema_{copied[0]}=...)"
         )
-
-
-def _are_equal(one: nn.Module, other: nn.Module) -> bool:
-    ones, others = ({name: local(p) for name, p in each.named_parameters()} for each in (one, other))
-    return ones.keys() == others.keys() and all(torch.equal(p, others[name].to(p)) for name, p in ones.items())
 
 
 def _place(name: str, rank: int | None = None) -> str:
@@ -483,14 +458,12 @@ def _parts(value: Any, where: str) -> Iterator[tuple[str, str]]:
     yield where, text
 
 
-def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+def _refill(live: Any, saved: Any) -> None:
     live.clear()
-    live.update(saved)
-
-
-def _refill_sequence(live: list[Any] | deque[Any], saved: Sequence[Any]) -> None:
-    live.clear()
-    live.extend(saved)
+    if isinstance(live, dict):
+        live.update(saved)
+    else:
+        live.extend(saved)
 
 
 def _metric(name: str, metric: nn.Module) -> Other:
@@ -511,13 +484,9 @@ def _metric(name: str, metric: nn.Module) -> Other:
 
 
 def _other(name: str, value: Any) -> Other:
-    """Return how to read the state of ``value`` and put it back.
-
-    Raises ConfigError for what has no state, or a state that cannot be put back.
-    """
+    """Return how to read the state of ``value`` and put it back. Raises ConfigError where that cannot be done."""
     if is_metric(value):
         return _metric(name, value)
-    # An object with both methods restores itself; tensors, dictionaries and lists are filled in place.
     if isinstance(value, HasStateDict):
         return Other(name, value.state_dict, value.load_state_dict, is_loader=isinstance(value, Iterable))
     if is_generator(value):
@@ -527,8 +496,7 @@ def _other(name: str, value: Any) -> Other:
     if isinstance(value, dict):
         return Other(name, lambda: dict(value), partial(_refill, value))
     if isinstance(value, list | deque):
-        return Other(name, lambda: list(value), partial(_refill_sequence, value))
-    # An immutable value cannot be changed for its owner.
+        return Other(name, lambda: list(value), partial(_refill, value))
     if value is None or isinstance(value, (bool, int, float, str, tuple)):
         raise ConfigError(
             f"run.resumable: {name} is {value!r}, which cannot be filled in place; put it into a dictionary: "

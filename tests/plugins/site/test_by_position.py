@@ -33,7 +33,7 @@ def test_a_batch_of_any_shape_is_compared_by_what_is_known_of_it(line: dict[str,
 def test_a_batch_with_a_scalar_beside_its_rows_has_one_digest(tmp_path: Path) -> None:
     """Before, the scalar ended the trace with "iteration over a 0-d tensor"."""
     session: Any = SimpleNamespace(attempt=1, rank=0, run_dir=tmp_path)
-    trace = StepTrace({}, session, {})
+    trace = StepTrace("{}", session, {})
     rows = Batch({"rows": torch.ones(2, 3)}, torch.tensor([4, 5]), 2)
     with_scalar = Batch({"rows": torch.ones(2, 3), "scale": torch.tensor(2.0)}, torch.tensor([4, 5]), 2)
     digests = []

@@ -464,7 +464,7 @@ def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(ch
 def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_it(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints.saver.checkpoints.keep = Keep(best="-eval/loss")
+    checkpoints.saver.on_disk.keep = Keep(best="-eval/loss")
     found = [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.9, 0.5, 0.7, 0.5, float("nan"))]
     assert found == [True, True, False, False, False]
     checkpoints.saver.save(10, REACHED)
@@ -493,7 +493,7 @@ def test_a_best_figure_counts_only_for_its_own_metric(checkpoints: Checkpoints) 
 def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(checkpoints: Checkpoints) -> None:
     state, saver = checkpoints._state, checkpoints.saver
     state.source.loaded = lambda values: None
-    saver.checkpoints.keep = Keep(best="eval/accuracy")
+    saver.on_disk.keep = Keep(best="eval/accuracy")
     assert saver.is_best({"eval/accuracy": 0.5})
     saver.save(10, REACHED)
     # The save of a better one is cut off, and the copy in memory is newer.
@@ -523,11 +523,11 @@ def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
     assert on_disk == [10]
     assert checkpoints.saver.newest == 10
     checkpoints.saver.save(30, REACHED)
-    assert checkpoints.saver.checkpoints.valid(damaged.parent) is not None
+    assert checkpoints.saver.on_disk.valid(damaged.parent) is not None
 
 
 def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    keep = checkpoints.saver.checkpoints.keep = Keep(newest=2, best="-eval/loss")
+    keep = checkpoints.saver.on_disk.keep = Keep(newest=2, best="-eval/loss")
 
     def evaluate_and_save(step: int, loss: float) -> None:
         if checkpoints.saver.is_best({"eval/loss": loss}):
@@ -547,7 +547,7 @@ def test_a_best_state_that_could_not_be_described_does_not_count_as_kept(
     checkpoints: Checkpoints, votes: Votes, fails_on: str
 ) -> None:
     saver = checkpoints.saver
-    saver.checkpoints.keep = Keep(2, best="eval/accuracy")
+    saver.on_disk.keep = Keep(2, best="eval/accuracy")
     saver.save(10, REACHED)
     assert saver.is_best({"eval/accuracy": 0.9})
     with full_disk() as disk:
@@ -559,7 +559,7 @@ def test_a_best_state_that_could_not_be_described_does_not_count_as_kept(
 
 def test_a_best_state_that_may_not_be_saved_does_not_count_as_kept(checkpoints: Checkpoints) -> None:
     saver = checkpoints.saver
-    saver.checkpoints.keep = Keep(2, best="eval/accuracy")
+    saver.on_disk.keep = Keep(2, best="eval/accuracy")
     assert saver.is_best({"eval/accuracy": 0.9})
     saver.leave_out()
     assert saver.is_best({"eval/accuracy": 0.8})
@@ -582,7 +582,7 @@ def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other
 
 
 def test_a_step_that_is_to_be_kept_is_saved(checkpoints: Checkpoints) -> None:
-    checkpoints.saver.checkpoints.keep = Keep(every=15)
+    checkpoints.saver.on_disk.keep = Keep(every=15)
     assert [step for step in range(1, 31) if checkpoints.saver.is_due(step)] == [10, 15, 20, 30]
 
 
