@@ -1,7 +1,4 @@
-"""The data sets that a config can name: what one of them is, and the two that come without files.
-
-Their samples are in memory, or computed from a few tensors in memory.
-"""
+"""The data sets that a config can name: what one of them is, and the two that come without files."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ SYNTHETIC_EVAL = 1024
 
 @dataclass(frozen=True)
 class Datasets:
-    """A training set and an eval set.
-
-    Their inputs are float tensors of ``sample_shape`` (channels, height, width).
-    """
+    """A training set and an eval set. Inputs are float tensors of ``sample_shape`` (channels, height, width)."""
 
     train: Dataset
     eval: Dataset
@@ -70,10 +64,9 @@ def build_datasets(config: DataConfig) -> Datasets:
 
 
 def digits(config: DataConfig) -> Datasets:
-    """Return UCI's handwritten digits: 1,437 to train on and 360 to evaluate.
+    """Return UCI's handwritten digits: 1,437 to train on and 360 to evaluate, split by a fixed permutation.
 
-    A fixed permutation splits them. The file does not name the writers, so both sets have the same ones. Accuracy is
-    higher than on unknown writers.
+    Both sets have the same writers, so accuracy is higher than on unknown ones.
     """
     packed = resources.files("toolkit.data").joinpath("files/digits.csv.gz").read_bytes()
     table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), delimiter=",", dtype=np.float32)
@@ -91,7 +84,7 @@ def synthetic(config: DataConfig) -> Datasets:
     train = Synthetic(SYNTHETIC_TRAIN, shape)
     test = Synthetic(SYNTHETIC_EVAL, shape, first=SYNTHETIC_TRAIN)
     changed = Augmented(train, RandomShift(2, train.background)) if config.augment else train
-    return Datasets(changed, test, Synthetic.CLASSES, shape, _numbers(Synthetic.CLASSES))
+    return Datasets(changed, test, Synthetic.CLASSES, shape, tuple(map(str, range(Synthetic.CLASSES))))
 
 
 def in_memory(
@@ -113,20 +106,15 @@ def in_memory(
     entry, shape = catalog.entry_of(config.name), catalog.sample_shape(config)
     assert entry.classes is not None
     changed: Any = Augmented(train_set, augmentation(train_set.background)) if config.augment else train_set
-    names = entry.names or _numbers(entry.classes)
+    names = entry.names or tuple(map(str, range(entry.classes)))
     return Datasets(changed, eval_set, entry.classes, shape, names, Pictures(shape, mean, std))
-
-
-def _numbers(classes: int) -> tuple[str, ...]:
-    return tuple(map(str, range(classes)))
 
 
 class InMemory:
     """Images (n, c, h, w), uint8 or float, and their classes (n,) int64.
 
-    Each batch is converted to float32, then scaled and shifted per channel. uint8 stays uint8 in memory, which takes a
-    quarter of the space. With ``image_size`` the batch is resized to a square by bilinear interpolation. uint8 pixels
-    count as 0 to 1.
+    Each batch is converted to float32, then scaled and shifted per channel; uint8 pixels count as 0 to 1. With
+    ``image_size`` the batch is resized to a square by bilinear interpolation.
     """
 
     def __init__(
@@ -173,11 +161,9 @@ class InMemory:
 
 
 class Synthetic:
-    """Ten classes of random images that a model can learn to tell apart.
+    """Ten classes of random images that a model can learn to tell apart, made without files.
 
-    They are made from a seed alone. Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise
-    patterns. This gives large images in large numbers without files, each about as cheap as reading three images from
-    memory.
+    Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise patterns.
     """
 
     CLASSES = 10
@@ -212,10 +198,7 @@ class Synthetic:
 
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
-    """Return uniform float32 numbers of mean 0 and variance 1.
-
-    They come from our own hash, so they are equal on every version of torch.
-    """
+    """Return uniform float32 numbers of mean 0 and variance 1, equal on every version of torch."""
     numbers = np.arange(int(np.prod(shape)), dtype=np.uint64)
     words = mix_array(numbers + np.uint64(key))
     uniform = (words >> np.uint64(40)).astype(np.float32) / 2**24  # a float32 holds 24 bits
@@ -252,9 +235,8 @@ class RandomShift:
         down, right = torch.randint(0, 2 * self.pixels + 1, (2,)).tolist()
         channels, height, width = image.shape
         # Place the image on a larger background, then cut out a window at a random place.
-        padded = self._background.repeat(
-            channels // len(self._background), *(s + 2 * self.pixels for s in (height, width))
-        )
+        edges = 2 * self.pixels
+        padded = self._background.repeat(channels // len(self._background), height + edges, width + edges)
         padded[:, self.pixels : -self.pixels, self.pixels : -self.pixels] = image
         return padded[:, down : down + height, right : right + width]
 
@@ -262,8 +244,7 @@ class RandomShift:
 class Standardise:
     """Convert images (..., c, h, w) to contiguous float32, standardised for each channel.
 
-    uint8 pixels count as 0 to 1. ``mean`` is subtracted, and the result divided by ``std``. It works on the device
-    where the images are.
+    uint8 pixels count as 0 to 1. ``mean`` is subtracted, and the result divided by ``std``, on the images' device.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -272,7 +253,7 @@ class Standardise:
         self.background = -torch.tensor(mean).view(-1, 1, 1) * self._scale
 
     def __call__(self, images: Tensor) -> Tensor:
-        # Both are kept on the device: a copy to it at each call would wait for all that it has to do.
+        # Both are kept on the device: a copy to it at each call would wait for its other work.
         self._scale, self.background = self._scale.to(images.device), self.background.to(images.device)
         if images.is_floating_point():
             return torch.addcmul(self.background, images.float(), self._scale)
@@ -282,11 +263,10 @@ class Standardise:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The way from an image file to an input of ``shape`` (channels, height, width).
+    """The way from an image file to an input of ``shape`` (channels, height, width), with 1 channel (gray) or 3 (RGB).
 
-    There is 1 channel (gray) or 3 (RGB). The image is resized to that height and width. With ``shorter_side`` its
-    shorter side gets that many pixels instead, and the center is cut out. Pixels are scaled to 0 to 1. Then ``mean`` is
-    subtracted and the result divided by ``std``, for each channel.
+    The image is resized to that height and width. With ``shorter_side`` its shorter side gets that many pixels instead,
+    and the center is cut out. Pixels are scaled to 0 to 1 and standardised by ``mean`` and ``std``.
     """
 
     shape: tuple[int, int, int]

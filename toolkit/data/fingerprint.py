@@ -17,19 +17,19 @@ SAMPLES, NAMES = 64, 10_000
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the number of samples and, where ``dataset`` offers it cheaply, a content digest.
+    """Return the number of samples and, where ``dataset`` offers it cheaply, a content digest."""
+    content = digest(dataset)
+    return f"{len(dataset)} samples{f', {content}' if content else ''}"
+
+
+def digest(dataset: Any) -> str:
+    """Return a digest of the content; empty where the data set offers nothing.
 
     The content is the first of these that the data set has: the text that its own method ``fingerprint() -> str``
     returns; the names and classes of files that it lists as torchvision's folders do; for a data set that gives
     batches, the classes and those inputs that are integers. (Floating-point results may differ in the last bit from one
     processor to the next.)
     """
-    content = digest(dataset)
-    return f"{len(dataset)} samples{f', {content}' if content else ''}"
-
-
-def digest(dataset: Any) -> str:
-    """Return the content's part of :func:`fingerprint`; empty where a data set offers nothing."""
     if callable(own := getattr(dataset, "fingerprint", None)):
         return str(own())
     files = getattr(dataset, "samples", None)

@@ -1,7 +1,6 @@
 """Batches by step number, equal after any restart and on any number of ranks.
 
-A data set may give batches as a whole. On a GPU the copies to it run on a stream of their own, while the GPU computes
-the step before.
+On a GPU the copies to it run on a stream of their own, while the GPU computes the step before.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class BatchedSamples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Indices) -> Any:
-        """Return the samples ``indices`` (n,) as the data of a batch.
-
-        An example is a pair of inputs (n, ...) and targets (n, ...).
-        """
+        """Return the samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
 
 
 @runtime_checkable
@@ -85,8 +81,8 @@ class Batches(Protocol):
     def cut(self, step: int, counts: Sequence[int]) -> None:
         """Give each share i ``counts[i]`` samples of the global batch from ``step`` on.
 
-        It is called where the loader ``balances``. Every rank makes the same call. ``step`` must be at least ``ahead``
-        after the next step to be asked for: workers may hold earlier ones already.
+        Called where the loader ``balances``, alike on every rank. ``step`` must be at least ``ahead`` after the next
+        step to be asked for: workers may hold earlier ones already.
         """
 
     def fingerprint(self) -> str | None:
@@ -127,9 +123,8 @@ class MakesLoader(Protocol):
 class Loader:
     """This rank's part of any global batch of the training; see :class:`Batches`.
 
-    ``at(step)`` depends on the step only. Asking for steps in sequence is fast, because workers run ahead. Any other
-    step gives the right batch, too, and costs a start. With ``device`` the batch is put there, through pinned memory
-    for CUDA.
+    Asking for steps in sequence is fast, because workers run ahead. Any other step costs a start. The batch is put on
+    ``device``, through pinned memory for CUDA.
     """
 
     def __init__(
@@ -205,30 +200,22 @@ class Loader:
         return batch
 
     def samples(self, step: int) -> list[int]:
-        """Return the samples that ``at(step)`` gives, as indices of the data set."""
         return self._sampler.at(step).indices.tolist() if self._share.count else []
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         self._sampler.cut(step, counts)
 
     def state(self) -> Json:
-        """Return None, or with a split this rank's share.
-
-        The step number is the whole state otherwise. Other shares would be other parts of the data.
-        """
+        """Return None: the step number is the whole state. With a split, this rank's share, which is a part of data."""
         return {"share": [self._share.index, self._share.count]} if self.is_split else None
 
     def fingerprint(self) -> str | None:
-        """Return what identifies the data set, see fingerprint.py, and the job's own order.
-
-        With a split it is the size only, because a rank may have only its part of the data.
-        """
-        if self.is_split:
+        """Return what identifies the data set, see fingerprint.py, and the job's own order."""
+        if self.is_split:  # a rank may have only its part of the data
             return f"{self.dataset_size} samples"
         return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
     def global_samples(self, step: int) -> list[int]:
-        """Return the samples of all shares in ``step``. They are indices of the data set, in the run's order."""
         if self.is_split:
             return [sample for sampler in self._all_samplers for sample in sampler.at(step).indices.tolist()]
         start = step * self.global_batch_size
@@ -242,7 +229,6 @@ class Loader:
         return [self._samplers(share=Share(index, count)) for index in range(count)]
 
     def restore(self, state: Json) -> None:
-        """Raise ConfigError for another share's state. There is nothing to restore, see :meth:`state`."""
         refuse_other_share(state, self._share)
 
     def close(self) -> None:
@@ -280,10 +266,11 @@ def eval_batches(
     share's range has ended before the longest one. With a share count of 0 nothing is yielded.
     """
     sampler = EvalSampler(len(dataset), batch_size=batch_size, share=share)
-    # Workers load only the calls that have samples; the rest is filled up with None.
+    # Workers load only the calls that have samples.
     mine = eval_calls(sampler.stop - sampler.start, 1, batch_size)
-    given: dict[str, Any] = {"workers": min(workers, mine), "device": torch.device(device), "collate": collate}
-    with closing(_source(dataset, sampler, seed=0, **given)) as source:
+    placed = torch.device(device)
+    source = _source(dataset, sampler, seed=0, workers=min(workers, mine), device=placed, collate=collate)
+    with closing(source):
         for call in range(sampler.calls):
             yield source.fetch(call) if call < mine else None
 
@@ -313,7 +300,7 @@ def _refuse_two_orders(dataset: Any, *, has_order: bool, split: str, repeats: in
 
 
 def _uses_workers(dataset: Any) -> bool:
-    """True for samples that are read one by one, or from files. Batches of tensors in memory need no worker."""
+    """True for samples that are read one by one, or from files: batches of tensors in memory need no worker."""
     return isinstance(dataset, InBlocks) or not gives_batches(dataset)
 
 
@@ -333,8 +320,7 @@ def _source(
     reader = (BatchReader if in_batches else SampleReader)(dataset, seed, skips=skips, collate=collate, order=order)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
-    # Whole batches draw nothing, and saving the generators takes 0.1 ms. Where samples are loaded one by one, which
-    # ``skips`` may lead to, the reader seeds the generators.
+    # Whole batches draw nothing, and saving the generators takes 0.1 ms. ``skips`` may lead to single samples.
     source: Source = InlineSource(reader, sampler, draws=skips or not in_batches)
     if workers > 0 and _uses_workers(dataset):
         source = WorkerSource(reader, sampler, workers=workers, pin=device.type != "cpu")
@@ -342,10 +328,7 @@ def _source(
 
 
 class BatchReader(SampleReader):
-    """A reader of whole parts from a data set that gives batches.
-
-    If a part cannot be loaded and ``skips`` is set, it loads the part sample by sample.
-    """
+    """A reader of whole parts from a data set that gives batches; with ``skips``, a bad part sample by sample."""
 
     def load(self, part: BatchPart) -> Batch:
         indices = part.indices if part.indices.size else np.zeros(1, np.int64)  # a batch's shape, without samples
@@ -369,10 +352,9 @@ class BatchReader(SampleReader):
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return ``batch`` on ``device``, for use on the stream that is current now. The host does not wait for a GPU.
 
-    Tensors come from page-locked memory, and are copied there first where they do not: from other memory the host would
-    wait for the copy.
+    Tensors are first copied to page-locked memory where they are not in it: from other memory the host would wait.
     """
-    # What is read or made on the host is there already. To look at each tensor costs more than to fetch a small batch.
+    # To look at each tensor costs more than to fetch a small batch.
     if device.type == "cpu":
         return batch
     module = with_streams(device)
@@ -382,8 +364,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
     def move(tensor: Tensor) -> Tensor:
         moved = tensor.pin_memory().to(device, non_blocking=True)
-        # The memory belongs to the stream of the copies. Without this it would be overwritten as soon as Python lets
-        # go of the tensor, also when the step that reads it is still to be computed.
+        # Else the memory, of the stream of the copies, would be overwritten as soon as Python lets go of the tensor.
         moved.record_stream(computes)
         return moved
 

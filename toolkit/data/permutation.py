@@ -40,10 +40,7 @@ _MULTIPLY_2 = 0x94D049BB133111EB
 
 
 def mix(word: int) -> int:
-    """Return splitmix64's finalizer of ``word``: a bijection of 64-bit words.
-
-    Every input bit changes half the output bits.
-    """
+    """Return splitmix64's finalizer of ``word``: a bijection of 64-bit words."""
     word = (word ^ (word >> 30)) * _MULTIPLY_1 & _MASK
     word = (word ^ (word >> 27)) * _MULTIPLY_2 & _MASK
     return word ^ (word >> 31)
@@ -73,8 +70,8 @@ def hash64(*parts: int) -> int:
 def order(n: int, seed: int, epoch: int, start: int, stop: int) -> Indices:
     """Return the items at positions ``start..stop`` of epoch ``epoch``, (stop-start,).
 
-    They are part of a permutation of ``range(n)``. ``n`` may be up to 2**62. The items do not depend on how a range of
-    positions is divided into calls. Raises ValueError for positions outside the epoch.
+    They are part of a permutation of ``range(n)``. ``n`` may be up to 2**62. Raises ValueError for positions outside
+    the epoch.
     """
     if not 0 <= start <= stop <= n:
         raise ValueError(f"positions {start}..{stop} are not within an epoch of {n} samples")

@@ -1,16 +1,13 @@
-"""Random numbers of samples, and the generators that a script makes itself.
+"""Random numbers as a function of the seed and the step, or the sample; and torch's switches for a whole process.
+
+Before each step the process's generators are seeded anew. So the dropout mask of step 1000 is the same whether the run
+came there in one attempt or in five, and whatever was drawn in between for logging or evaluation.
 
 torchvision's transforms draw from the process-wide generators and accept no other generator. So those are seeded before
 each *sample*, by the run's seed and the sample's position alone. Then neither the rank, the number of ranks or workers,
-nor how far workers run ahead changes a pixel, and a resumed run needs no saved random state.
+nor how far workers run ahead changes a pixel.
 
 A script's own generators are torch's, ``random.Random``, and numpy's of both kinds. Their state is saved.
-
-Random numbers as a function of (seed, step, share).
-
-A resume needs no saved random state. Before each step the process's generators are seeded anew. So the dropout mask of
-step 1000 is the same whether the run came there in one attempt or in five, and whatever was drawn in between for
-logging or evaluation. Beside it: torch's other switches for a whole process, most of them for its GPU.
 """
 
 from __future__ import annotations
@@ -40,8 +37,10 @@ from toolkit.devices.kinds import CPU
 
 log = logs.get(__name__)
 
-#: Keeps these seeds apart from those that other parts of the package hash from the same run seed.
+#: Tags that keep these seeds apart from those that other parts of the package hash from the same run seed.
 _SAMPLE = 0x53414D50
+_STEP = 0x53544550
+_MODEL = 0x4D4F4445
 
 
 def seed_sample(seed: int, position: int) -> None:
@@ -147,10 +146,7 @@ def generators_of(module: nn.Module) -> list[RandomGenerator]:
 
 
 def generators_in(*roots: Any) -> list[RandomGenerator]:
-    """Return the generators that a loader, its samplers, its data set and their functions hold.
-
-    Those of their classes count, and of the functions in the user's own modules that they call.
-    """
+    """Return the generators that ``roots`` hold, their functions, their classes and the user's functions they call."""
     found: dict[int, RandomGenerator] = {}
     seen: dict[int, Any] = {}
     waiting = [(root, 0) for root in roots]
@@ -181,26 +177,21 @@ def _parts(thing: Any) -> Iterator[Any]:
     elif isinstance(thing, property):
         yield thing.fget
     elif isinstance(thing, FunctionType):
-        # What the function's code names: its defaults, variables around it, and those of its module.
         yield from (thing.__defaults__, thing.__kwdefaults__)
         yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_full(cell))
         if _is_of_the_script(thing.__module__):
             yield from _named_by(thing.__code__, thing.__globals__)
     elif isinstance(thing, type):
-        # Class attributes and methods, also the inherited ones.
         for kind in thing.__mro__:
             yield from vars(kind).values() if _is_of_the_script(kind.__module__) else ()
     elif type(thing).__module__.startswith("torch.nn."):
         yield from getattr(thing, "_modules", {}).values()  # a Sequential of transforms, say
     else:
         yield from getattr(thing, "__dict__", {}).values()
-        yield from (getattr(thing, slot, None) for kind in type(thing).__mro__ for slot in _slots(kind))
+        for kind in type(thing).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            yield from (getattr(thing, slot, None) for slot in ([slots] if isinstance(slots, str) else slots))
         yield type(thing)
-
-
-def _slots(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [slots] if isinstance(slots, str) else slots
 
 
 def _named_by(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
@@ -235,16 +226,10 @@ def _is_full(cell: Any) -> bool:
         return False
 
 
-#: Tags that keep these seeds apart from those that other parts of the package hash from the same run seed.
-_STEP = 0x53544550
-_MODEL = 0x4D4F4445
-
-
 def prepare(seed: int, *, deterministic: bool = False) -> None:
     """Seed the generators before the model is made. Every rank then draws the same first weights.
 
-    ``deterministic`` allows only algorithms that give the same bits every time. An operation without one raises, and
-    names itself.
+    ``deterministic`` allows only algorithms that give the same bits every time; an operation without one raises.
     """
     HELD.clear()
     _seed_generators(hash64(_MODEL, seed))
@@ -260,10 +245,7 @@ def reseed(seed: int, step: int, share: int) -> None:
 
 
 def _seed_generators(word: int) -> None:
-    """Seed torch's generators for the CPU and every GPU, ``random``, numpy's legacy one, and those that the job holds.
-
-    This takes about 7 us on the CPU; ``torch.manual_seed`` would take 100 us.
-    """
+    """Seed torch's generators for the CPU and every GPU, ``random``, numpy's legacy one, and those of the job."""
     seed_cpu(word)
     accelerator.seed(word >> 1)
     for number, (generator, origin) in enumerate(HELD.items()):
@@ -275,12 +257,9 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def apply_gpu_settings(config: TrainConfig) -> None:
-    """Set torch's switches as the config says. Call it before the model is made.
-
-    ``deterministic`` wins over ``cudnn_benchmark``: cuDNN would choose its algorithms by their time, so other ones
-    after a restart. TF32 gives the same bits each time, and stays.
-    """
-    torch.set_float32_matmul_precision(config.float32_matmul)
+    """Set torch's switches as the config says. Call it before the model is made."""
+    torch.set_float32_matmul_precision(config.float32_matmul)  # TF32 gives the same bits each time
+    # With it cuDNN chooses its algorithms by their time, so other ones after a restart.
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     if not config.expandable_segments or accelerator.kind() is CPU:
         return

@@ -3,21 +3,13 @@
 The order of a run is one endless sequence of positions. Step ``s`` with a global batch of ``B`` takes positions ``s *
 B`` to ``(s + 1) * B``, also across the end of an epoch. Position ``p`` belongs to epoch ``p // N``. So the step number
 is the whole state of the data, each sample comes once per epoch, and the global batch is the same for any number of
-ranks.
+ranks. How many of a batch's positions each share takes may change at a later step.
 
-The number of a batch's positions that each share takes may change at a later step. The batch as a whole stays the same.
-With a ``split`` the positions stay, but each share fills its own from its own part of the data (:class:`PartOrder`).
-
-Data that stay where they are: each share keeps its part for the whole run.
-
-For data on the nodes' own disks, of which a node holds a part, and for parts that must stay separate. ``blocks``: share
-i has the samples ``Share(i, count).bounds(size)``, end to end. ``hash``: a sample's part follows from its index alone
-(:func:`part_of`), so it stays where it is when the data set grows. The parts then differ in size: a part of n samples
-by about the square root of n.
-
-In each step share i takes its samples of the global batch from its own part, and goes through the part in passes. In
-one pass each sample of the part comes once, in an order of its own. Passes through parts of different sizes take
-different times, so samples of a smaller part come more often.
+With a ``split`` each share fills its positions from its own part of the data (:class:`PartOrder`), which it keeps for
+the whole run: for data on the nodes' own disks, and for parts that must stay separate. ``blocks``: share i has the
+samples ``Share(i, count).bounds(size)``. ``hash``: a sample's part follows from its index alone (:func:`part_of`), so
+it stays where it is when the data set grows; the size n of a part differs by about its square root. A share goes
+through its part in passes, each with its own order. Samples of a smaller part come more often.
 """
 
 from __future__ import annotations
@@ -72,8 +64,8 @@ class Order(Protocol):
 class TrainSampler:
     """The endless shuffled order, cut into global batches and those into shares.
 
-    A share's samples are generated for many steps at once, and no other share's are. So the cost of an index does not
-    grow with the number of shares. A block is never longer than an epoch, so it touches at most two.
+    A share's samples are generated for many steps at once, and no other share's are. A block is never longer than an
+    epoch, so it touches at most two.
     """
 
     def __init__(
@@ -174,10 +166,7 @@ class EvalSampler:
 
 
 def eval_calls(size: int, shares: int, batch_size: int) -> int:
-    """Return the number of calls that every rank makes: the batches of the longest range.
-
-    ``size`` samples are divided into ``shares`` ranges.
-    """
+    """Return the number of calls that every rank makes: the batches of the longest of ``shares`` ranges."""
     longest = -(-size // shares) if shares else 0
     return -(-longest // batch_size)
 
@@ -242,10 +231,7 @@ class PartOrder:
         self._order = ShuffledOrder(len(self._samples), hash64(_PART, seed, share.index))
 
     def at(self, places: Indices) -> Indices:
-        """Return the samples at ``places``, of any shape.
-
-        Places are counted from the first sample that this share takes in the run.
-        """
+        """Return the samples at ``places``, of any shape, counted from the first that this share takes in the run."""
         found = self._order.at(places)
         if isinstance(self._samples, range):
             return found + self._samples.start

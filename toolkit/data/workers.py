@@ -137,25 +137,22 @@ class PartReader(ABC):
             raise JobFailedError(f"data: the job's collate failed: {type(error).__name__}: {error}") from error
 
     def __getitem__(self, part: BatchPart) -> Batch | JobFailedError:
-        """Load a part for torch's DataLoader, in a worker.
-
-        An error is returned as a value: if raised there, its text would be hidden under torch's own.
-        """
+        """Load a part for torch's DataLoader, in a worker. An error raised there would be hidden under torch's own."""
         try:
             return self.load(part)
         except JobFailedError as error:
             # A note, and not the text: that is shown in one line.
-            told = JobFailedError(str(error))
-            told.add_note(f"In the data worker:\n{traceback.format_exc()}")
-            return told
+            returned = JobFailedError(str(error))
+            returned.add_note(f"In the data worker:\n{traceback.format_exc()}")
+            return returned
 
 
 class SampleReader(PartReader):
     """A reader of a part sample by sample. It first seeds the random generators from each sample's position.
 
-    A sample whose loading raises ends the run. With ``skips`` another sample takes its place. The choice follows from
-    the seed, the position and the number tried there. It is one of the same epoch of the job's ``order``, if there is
-    one: the rest of the data set may be kept for evaluation.
+    A sample whose loading raises ends the run. With ``skips`` another sample takes its place, chosen by the seed, the
+    position and the number tried there, from the same epoch of the job's ``order``, if there is one: the rest of the
+    data set may be kept for evaluation.
     """
 
     def __init__(
@@ -204,8 +201,7 @@ class SampleReader(PartReader):
                     return self.dataset.unfinished(chosen)  # type: ignore[attr-defined]
                 return self.dataset[chosen]
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                found = BadSample(chosen, position, text[:MOST_TEXT])
+                found = BadSample(chosen, position, f"{type(error).__name__}: {error}"[:MOST_TEXT])
                 # Where memory or descriptors ran out the sample may be good, and any other would fail now.
                 is_machines = isinstance(error, OSError) and error.errno in _EXHAUSTED
                 if not self.skips or is_machines or isinstance(error, MemoryError):
@@ -233,7 +229,6 @@ class InlineSource:
         self.sampler = sampler
 
     def fetch(self, step: int) -> Batch:
-        """Return the batch of ``step``."""
         with generators_kept() if self.draws else nullcontext():
             return self.reader.load(self.sampler.at(step))
 
@@ -242,17 +237,16 @@ class InlineSource:
 
 
 class WorkerSource:
-    """A source that loads in ``workers`` forked processes, kept for the whole run.
+    """A source that loads in ``workers`` forked processes, kept for the whole run. Call it from the main thread.
 
-    Each is up to two batches ahead. Call it from the main thread. The kernel kills the workers when the thread that
-    forked them ends. Otherwise a killed rank would leave processes behind that hold its sockets open and make its peers
-    wait for it.
+    The kernel kills the workers when the thread that forked them ends: those of a killed rank would hold its sockets
+    open and make its peers wait for it.
     """
 
     def __init__(self, reader: PartReader, sampler: Sampler, *, workers: int, pin: bool) -> None:
         self._steps = _StepsFrom(sampler)
         self._sampler = sampler
-        # Index and position of each worker's sample, in shared memory: readable when the worker is dead.
+        # Index and position of each worker's sample, readable when the worker is dead.
         self._current = RawArray(ctypes.c_int64, 2 * workers)
         self._pids: list[int] = []
         self._batches: Any = None
@@ -277,7 +271,6 @@ class WorkerSource:
         Raises JobFailedError for an error in a worker, or for one that died.
         """
         if step != self._next:
-            # A step out of order: the workers begin anew there.
             self._steps.start = step
             if self._batches is None:
                 with _death_unnoticed():
@@ -287,7 +280,20 @@ class WorkerSource:
                 atexit.register(self._at_exit)
             else:
                 self._batches = iter(self._loader)  # the same workers; batches loaded ahead are dropped
-        batch = self._await(step)
+        # torch notices a death only when a batch is late, and then takes up to 5 s.
+        if len(self._alive()) < len(self._pids):
+            raise self._death(step, "")
+        try:
+            batch: Batch | JobFailedError = next(self._batches)
+        except RuntimeError as error:
+            raise self._death(step, f": {error}") from None
+        except (ConnectionError, EOFError):  # it died just after it had sent a batch, which is in its memory
+            deadline = time.monotonic() + END_S  # its sockets are closed before it has ended
+            while len(self._alive()) == len(self._pids):
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+            raise self._death(step, "") from None
         if isinstance(batch, JobFailedError):
             self.close()
             raise batch
@@ -304,23 +310,6 @@ class WorkerSource:
             os.kill(pid, signal.SIGKILL)  # an exit that waits for one that hangs would never end
         self._pids = []
         atexit.unregister(self._at_exit)
-
-    def _await(self, step: int) -> Batch | JobFailedError:
-        # torch notices a death only when a batch is late, and then takes up to 5 s.
-        if len(self._alive()) < len(self._pids):
-            raise self._death(step, "")
-        try:
-            batch: Batch | JobFailedError = next(self._batches)
-        except RuntimeError as error:
-            raise self._death(step, f": {error}") from None
-        except (ConnectionError, EOFError):  # it died just after it had sent a batch, which is in its memory
-            deadline = time.monotonic() + END_S  # its sockets are closed before it has ended
-            while len(self._alive()) == len(self._pids):
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.01)
-            raise self._death(step, "") from None
-        return batch
 
     def _alive(self) -> list[int]:
         return sorted({*self._pids} & _child_pids())
@@ -395,8 +384,7 @@ def _sent(tensor: torch.Tensor) -> Any:
 def _death_unnoticed() -> Iterator[None]:
     """Undo torch's own handler for a child's death, which it sets when it starts its first worker.
 
-    That handler raises wherever the main thread is at that moment, such as in the middle of a checkpoint. Here a death
-    is noticed when a batch is awaited.
+    That handler raises wherever the main thread is, such as in the middle of a checkpoint.
     """
     in_main = threading.current_thread() is threading.main_thread()
     on_death = signal.getsignal(signal.SIGCHLD)
