@@ -57,8 +57,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
             "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
         )
     build = registry.part_of("strategies", config.name, registry.strategy(config.name).build)
-    built: Strategy = build(config, session, train)
-    return built
+    return build(config, session, train)  # type: ignore[no-any-return]
 
 
 def build_spmd(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
@@ -76,16 +75,8 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
         raise ConfigError(f"dist.backend: gloo cannot carry what {name} sends between GPUs; use {backend}")
 
 
-def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
-    if config.compression == "none":
-        return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
-    from toolkit.plugins.methods.compressed import build
-
-    return build(config, session, train, how)
-
-
 def how_of(config: StrategyConfig, train: TrainConfig) -> dict[str, Any]:
-    """Return what every layout is told of a step: its precision, compiling, and what is computed again."""
+    """Return what every layout needs to know of a step: its precision, compiling, and what is computed again."""
     return {"precision": train.precision, "compile": train.compile, "recompute": recomputed(config)}
 
 
@@ -94,8 +85,12 @@ def build_layout(name: str, config: StrategyConfig, session: Session, train: Tra
     sizes = mesh_of(replace(config, name=name), session.world_size)
     how = how_of(config, train)
     match name:
+        case "ddp" if config.compression == "none":
+            return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
         case "ddp":
-            return _replicas(config, session, train, how)
+            from toolkit.plugins.methods.compressed import build
+
+            return build(config, session, train, how)
         case "dp":  # one process with all GPUs of a node
             return data_parallel(session, **how)
         case "fsdp" | "zero":

@@ -1,16 +1,5 @@
 """The strategy of a job that writes its own step. Ranks have replicas of several networks, each with an optimizer.
 
-A job that needs two optimizers, two backward passes or a loss of several models writes one method for its step. It
-keeps the loop, the loader, checkpoints, stops and TensorBoard::
-
-    class Gan(toolkit.Job):
-        def train_step(self, step, batch):
-            made = step.networks["generator"](torch.randn(len(batch), 16))
-            loss = ...  # summed over the samples of batch, divided by batch.global_count
-            step.descend("discriminator", loss)
-            ...
-            return loss.detach()
-
 Gradients are added up over the ranks after the backward pass, in one order. No hook sits in the backward pass, so any
 number of passes in any order is right, and priming is not needed.
 """
@@ -74,8 +63,6 @@ class Custom(CollectiveDefaults):
         self.lr = 0.0  #: the schedule's rate in this step
         self._is_timed = False
 
-    # ------------------------------------------------------------------------------------------- what a job may call
-
     def build(self, networks: Mapping[str, tuple[ModelFactory, OptimizerFactory]]) -> None:
         """Make the networks with rank 0's first weights. They are in evaluation mode only while evaluated."""
         models = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
@@ -104,8 +91,6 @@ class Custom(CollectiveDefaults):
         sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
         self._updates[network].apply(self.lr if lr is None else lr)
 
-    # ----------------------------------------------------------------------------------------------- for the loop
-
     def split_data(self) -> None:
         for update in self._updates.values():
             update.average_statistics()
@@ -120,7 +105,8 @@ class Custom(CollectiveDefaults):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        self._equalise_buffers()
+        for update in self._updates.values():
+            update.equalise()
         if batch is None or not len(batch):
             return Sums({}, 0)
         batch = batch.to(self.device)
@@ -129,12 +115,13 @@ class Custom(CollectiveDefaults):
 
     def state(self) -> dict[str, Entry]:
         """Return the state of all networks. A collective, since buffers are broadcast first."""
-        self._equalise_buffers()
+        for update in self._updates.values():
+            update.equalise()
         weights = self.networks.state_dict()
-        found: dict[str, Entry] = {f"model/{name}": Replicated(value.detach()) for name, value in weights.items()}
+        entries: dict[str, Entry] = {f"model/{name}": Replicated(value.detach()) for name, value in weights.items()}
         for network, update in self._updates.items():
-            found |= _of(network, update.state())
-        return found
+            entries |= _of(network, update.state())
+        return entries
 
     def live(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -156,17 +143,9 @@ class Custom(CollectiveDefaults):
         for name in ("networks", "_updates"):
             self.__dict__.pop(name, None)
 
-    def _equalise_buffers(self) -> None:
-        """Equalize the buffers, as under ddp."""
-        for update in self._updates.values():
-            update.equalise()
-
 
 def _of(network: str, entries: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries with the network in their names.
-
-    ``optim/0.weight/exp_avg`` becomes ``optim/generator.0.weight/exp_avg``.
-    """
+    """Return the entries with the network in their names: ``optim/generator.0.weight/exp_avg``."""
     named = {}
     for name, entry in entries.items():
         kind, _, rest = name.partition("/")

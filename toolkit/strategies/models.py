@@ -1,11 +1,4 @@
-"""What strategies do with any model's modules.
-
-Its blocks, the parts that it repeats, such as the layers of a transformer or a residual network. Training and
-evaluation mode, module by module: what a job has frozen (a BatchNorm in ``eval()``) stays frozen. BatchNorm over
-several ranks, whose statistics become equal for an evaluation or a save, or are shared in each step. What modules keep
-in a checkpoint besides parameters and buffers (``get_extra_state``). Models whose ``state_dict()`` has copies of
-weights are refused: a load would fill those, and not the model.
-"""
+"""What strategies do with any model's modules: blocks, modes, BatchNorm over ranks, extra state."""
 
 from __future__ import annotations
 
@@ -100,7 +93,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode; afterwards each module returns to its own mode."""
+    """Put ``model`` into evaluation mode; afterwards each module returns to its mode: what a job has frozen stays."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -195,7 +188,7 @@ SUFFIX = "_extra_state"  #: torch's suffix in a state_dict
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` that have extra state, by its name in the ``state_dict``."""
+    """Return the modules with a ``get_extra_state``, by the state's name in the ``state_dict``."""
     named = ((name, module) for name, module in model.named_modules() if has_extra_state(module))
     return {f"{name}.{SUFFIX}" if name else SUFFIX: module for name, module in named}
 

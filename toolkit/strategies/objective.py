@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -30,11 +31,10 @@ WEIGHT = "\0weight"
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, or another figure, of a batch: a sum and its divisor.
+    """A loss, or another figure, of a batch: a sum and its divisor, which are both added up over the global batch.
 
-    The sum and the divisor are both added up over the global batch. Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss``
-    is a multiple of it. The examples: a loss of a batch, several losses by name, and a loss of those tokens of a batch
-    that are real::
+    Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss`` is a multiple of it. The examples: a loss of a batch, several
+    losses by name, and a loss of those tokens of a batch that are real::
 
         >>> errors, is_real = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
         >>> loss = toolkit.Loss.mean(errors.mean())
@@ -127,15 +127,15 @@ class Objective:
     def _summed(self, name: str, value: Any, samples: int, divisor: float) -> Loss:
         if isinstance(value, Tensor) and value.shape == (samples,):
             value = Loss(value.sum())
-        if not isinstance(value, Loss):
-            kind = f"a {type(value).__name__}"
-            if isinstance(value, Tensor):
-                kind = f"a tensor of shape {tuple(value.shape)}"
-            raise JobCodeError(f"{self.where}: the loss{_called(name)} is {kind}; {HOW}")
-        if not isinstance(value.total, Tensor) or value.total.numel() != 1:
-            shape = tuple(getattr(value.total, "shape", ()))
-            raise JobCodeError(f"{self.where}: the loss{_called(name)} has the shape {shape} and is no scalar; {HOW}")
-        return value.summed(samples, divisor)
+        if isinstance(value, Loss) and isinstance(value.total, Tensor) and value.total.numel() == 1:
+            return value.summed(samples, divisor)
+        if isinstance(value, Loss):
+            what = f"has the shape {tuple(getattr(value.total, 'shape', ()))} and is not a scalar"
+        elif isinstance(value, Tensor):
+            what = f"is a tensor of shape {tuple(value.shape)}"
+        else:
+            what = f"is a {type(value).__name__}"
+        raise JobCodeError(f"{self.where}: the loss{f' {name!r}' if name else ''} {what}; {HOW}")
 
     @property
     def where(self) -> str:
@@ -149,10 +149,6 @@ HOW = (
 )
 
 
-def _called(name: str) -> str:
-    return f" {name!r}" if name else ""
-
-
 def where(function: Callable[..., Any]) -> str:
     """Return ``file:line`` of a function, or its name if that is not known."""
     try:
@@ -163,15 +159,12 @@ def where(function: Callable[..., Any]) -> str:
 
 
 def of_pairs(criterion: Criterion) -> Objective:
-    """Return the objective of a criterion of (outputs, targets). Samples are pairs (input, target).
-
-    A criterion that is a module with parameters learns.
-    """
+    """Return the objective of a criterion of (outputs, targets). Samples are pairs (input, target)."""
 
     def loss(model: Forward, batch: Batch) -> Loss:
         found = criterion(model(batch.inputs), batch.targets)
         if not isinstance(found, tuple) or len(found) != 2:
-            raise ConfigError(f"criterion: it returned a {type(found).__name__} and no (sum, weight); {HOW}")
+            raise ConfigError(f"criterion: it returned a {type(found).__name__} instead of (sum, weight); {HOW}")
         return Loss.sum(*found)
 
     return Objective(loss, criterion if isinstance(criterion, nn.Module) else None)
@@ -233,10 +226,7 @@ class Sums:
 
 
 def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
-    """Return the sums of an evaluation's figures over ``batch``.
-
-    Raises JobCodeError for a value that is not a figure.
-    """
+    """Return the sums of an evaluation's figures over ``batch``. Raises JobCodeError for what is not a figure."""
     figures = measure(model, batch)
     if not isinstance(figures, Mapping):
         raise JobCodeError(f"{where(measure)}: it returned a {type(figures).__name__}; return figures by name")
@@ -273,26 +263,23 @@ def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:
 
 
 class Captured(BaseException):
-    """Carries the arguments that the model would have been given. Not an Exception, which a job might catch."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.args_given, self.kwargs_given = args, kwargs
+    """Ends a call of the model by :func:`given_to_model`. Not an Exception, which a job might catch."""
 
 
 def given_to_model(
     call: Callable[[Forward, Batch], object], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments with which ``call`` first calls the model. None if it does not call it."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def capture(*args: Any, **kwargs: Any) -> Any:
-        raise Captured(args, kwargs)
+        nonlocal given
+        given = args, kwargs
+        raise Captured
 
-    try:
+    with suppress(Captured):
         call(capture, batch)
-    except Captured as captured:
-        return captured.args_given, captured.kwargs_given
-    return None
+    return given
 
 
 class TrialPass:

@@ -1,7 +1,7 @@
 """What a start tries before the first step: passes whose results must agree. They leave nothing behind.
 
-A strategy that cuts a model, or cuts the batch that a criterion sees, assumes something about the model or the
-criterion. Where that does not hold, it would silently train something else. So every start compares, on two samples:
+A strategy that cuts a model, or the batch that a criterion sees, assumes something about it. Where that does not hold,
+it would silently train something else. So every start compares, on two samples:
 
 * the model whose layers ranks compute together with the whole one (tensor),
 * a pass in training mode with one in evaluation mode, where a strategy cuts the model into stages,
@@ -37,8 +37,6 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import gather_objects
 from toolkit.strategies.objective import HOW, Forward, Loss, Objective
 
-# ------------------------------------------------------------------------------------------------- leaving no trace
-
 
 @contextmanager
 def same_randomness() -> Iterator[None]:
@@ -69,9 +67,8 @@ def random_state() -> tuple[Any, ...]:
 def undone(*parts: object) -> Iterator[None]:
     """Undo what passes change in the modules among ``parts``, gradients aside, and in random numbers.
 
-    In the modules these are buffers, mode, extra state, and attributes that hold tensors or plain values: numbers,
-    texts, and lists, sets and dictionaries of these. What is inside objects of the model's own classes cannot be
-    restored.
+    These are buffers, mode, extra state, and attributes that hold tensors or plain values: numbers, texts, and lists,
+    sets and dictionaries of these. What is inside objects of the model's own classes cannot be restored.
     """
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     kept = [_Kept(module) for module in modules]
@@ -131,9 +128,6 @@ def has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-# ---------------------------------------------------------------------------------------------- the first pass
-
-
 @contextmanager
 def priming(
     objective: Objective, train: TrainConfig, model: nn.Module, activity: Activity, *, probes: int = 0
@@ -144,29 +138,20 @@ def priming(
     waiting. Raises ConfigError if compiling fails. ``probes``: see :class:`CheckedObjective`.
     """
     activity.phase = PRIMING
-    with compile_errors(train.compile), undone(model, objective.module):
-        yield CheckedObjective(objective, train, probes=probes)
+    failures: tuple[type[Exception], ...] = ()
+    if train.compile:
+        from torch._dynamo.exc import TorchDynamoException
 
-
-@contextmanager
-def compile_errors(compiling: bool) -> Iterator[None]:
-    """Name the key to change when torch.compile fails. The compiler's own text would fill pages."""
-    if not compiling:
-        yield
-        return
-    from torch._dynamo.exc import TorchDynamoException
-
+        failures = (TorchDynamoException,)
     try:
-        yield
-    except TorchDynamoException as error:
+        with undone(model, objective.module):
+            yield CheckedObjective(objective, train, probes=probes)
+    except failures as error:  # the compiler's own text would fill pages
         cause = inspect.cleandoc(str(error)).split("\n")[0]
         raise ConfigError(
             f"train.compile: torch.compile failed on this model ({type(error).__name__}: {cause}); "
             "set train.compile: false, or see that a C++ compiler is on the ranks' PATH"
         ) from error
-
-
-# --------------------------------------------------------------------------------------------------------- refusing
 
 
 def shareable(sample: Batch | None, shares: int, ranks: str = "ranks") -> Batch:
@@ -207,9 +192,6 @@ def unused_message(names: Sequence[str]) -> str:
         f"model: the loss does not depend on {listing(list(names), 5)}; freeze such parameters "
         "(requires_grad_(False)) or use them in forward(), in every step and on every rank"
     )
-
-
-# ------------------------------------------------------------------------------------------------- the losses' sums
 
 
 class CheckedObjective(Objective):
@@ -258,11 +240,10 @@ class CheckedObjective(Objective):
 
 @torch.no_grad()
 def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str | None:
-    """Return why a loss is not a sum over samples.
+    """Return why a loss is not a sum over samples: for two samples given twice it must be twice as large.
 
-    None if all are sums, or draw random numbers, so that two calls cannot be compared. For samples that are given twice
-    a sum is twice as large, and a mean is not. ``outputs`` are those of the model for ``batch``, of which those for two
-    samples are taken.
+    None if all are sums, or draw random numbers, so that two calls cannot be compared. ``outputs`` are those of the
+    model for ``batch``.
     """
     two = slice(0, 2)
     try:
@@ -290,8 +271,8 @@ def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str |
         for what, one, other in (("value", loss.total, twice[name].total), ("weight", loss.weight, twice[name].weight)):
             if one is None or other is None:
                 continue
-            # 2 % of rounding, and an absolute margin for values near zero. torch's pipelines probe with whatever is in
-            # memory, of which twice may overflow: that says nothing.
+            # 2 % of rounding, and a margin for values near zero. torch's pipelines probe with whatever is in memory, of
+            # which twice may overflow.
             single, double = float(one), float(other)
             if math.isfinite(double) and abs(double - 2 * single) > 0.02 * abs(2 * single) + 1e-6:
                 which = f"the {what} of the loss{f' {name!r}' if name else ''}"

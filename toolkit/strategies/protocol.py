@@ -1,8 +1,7 @@
 """The strategy protocol: what the loop asks of a strategy.
 
 Accumulation, scaling, communication and the update overlap and cannot be separated into smaller calls. So a strategy
-does all of them in one method, :meth:`Strategy.step`. The loop knows neither the model nor the number of processes
-behind it.
+does all of them in one method, :meth:`Strategy.step`.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class StepOutput:
         return cls(sum(others, loss), skipped, {} if [*means] == [""] else means)
 
     def counted(self) -> dict[str, Tensor]:
-        """Return ``loss`` and the parts by name, all 0 if the step was skipped.
-
-        The losses of a skipped step may not be finite and would spoil a mean over steps.
-        """
+        """Return ``loss`` and the parts by name, all 0 if the step was skipped: else they would spoil a mean."""
         values = {**self.parts, "loss": self.loss}
         if self.skipped is None:
             return values
@@ -69,9 +65,9 @@ class Strategy(Protocol):
 
     @property
     def own_time(self) -> Stopwatch:
-        """Return the stopwatch of this rank's own work in a step.
+        """Return the stopwatch of this rank's work in a step, before its first wait for another rank.
 
-        The loop starts it as each step begins. :meth:`step` stops it before the first wait for another rank.
+        The loop starts it, and :meth:`step` stops it.
         """
 
     def build(
@@ -85,8 +81,7 @@ class Strategy(Protocol):
     def split_data(self) -> None:
         """Prepare for ranks that read different parts of the data; called before the first step.
 
-        BatchNorm's statistics must then fit all parts. This is done in each step, so that it makes no difference when a
-        run is saved, evaluated or stopped.
+        BatchNorm's statistics must then fit all parts, in each step: else it mattered when a run is saved or stopped.
         """
 
     def begin(self, step: int) -> None:
@@ -99,10 +94,7 @@ class Strategy(Protocol):
         """
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        """Return ``measure`` over a batch, in evaluation mode and without gradients.
-
-        With None a rank takes part without samples.
-        """
+        """Return ``measure`` over a batch, in evaluation mode and without gradients. None: no samples."""
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return the sum of each value over the ranks, by name, equal on every rank.
@@ -120,29 +112,21 @@ class Strategy(Protocol):
         """Return what each rank gave, in rank order, on every rank. All call it."""
 
     def settle(self) -> None:
-        """Wait until the steps made so far have taken effect on all ranks. All ranks call it.
-
-        It is called before anything that must see the same weights and buffers everywhere.
-        """
+        """Wait until the steps made so far have taken effect on all ranks, which all call it."""
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """Return what was measured in the steps since the last call, by tag.
+        """Return what was measured in the steps since the last call, by tag. A tensor (n,) is shown as a histogram.
 
-        Called at logging steps on all ranks; may wait for devices. A tensor (n,) of numbers is to be shown as a
-        histogram.
+        Called at logging steps on all ranks; may wait for devices.
         """
 
     def state(self) -> State:
-        """Return all that a resume needs, named as in the unparallelized model.
-
-        Tensors are live and are filled in place.
-        """
+        """Return all that a resume needs, named as in the unparallelized model. Tensors are live: filled in place."""
 
     def live(self) -> Mapping[str, Tensor]:
         """Return this rank's own weights, buffers and optimizer state as they are now.
 
-        Their names are ``weights/<name>``, ``buffers/<name>`` and ``optimizer/<parameter>/<slot>``. Nothing is sent or
-        equalized, so that looking at them changes nothing.
+        Their names are ``weights/<name>``, ``buffers/<name>`` and ``optimizer/<parameter>/<slot>``. Nothing is sent.
         """
 
     def loaded(self, values: Mapping[str, Json]) -> None:
@@ -157,36 +141,29 @@ class Strategy(Protocol):
 
 
 class CollectiveDefaults:
-    """The parts of the protocol that are alike in strategies whose ranks make every step together.
-
-    A class that inherits it has a ``_device``.
-    """
+    """The parts of the protocol that are alike in strategies whose ranks make every step together."""
 
     _device: torch.device
 
     def split_data(self) -> None:
-        """Do nothing: nothing depends on it."""
+        return
 
     def begin(self, step: int) -> None:
-        """Do nothing: nothing depends on it."""
+        return
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Sum with one all-reduce."""
         return sum_by_name(values, self._device)
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
-        """Gather with one all-gather."""
         return gather_by_name(values, self._device)
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather with one collective of pickled values, between the ranks of this run."""
         return gather_objects(value)
 
     def settle(self) -> None:
-        """Do nothing: all ranks have waited for every step."""
+        return  # all ranks have waited for every step
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """Return nothing."""
         return {}
 
 
@@ -197,6 +174,6 @@ class InRounds(Protocol):
     def enter(self, step: int, names: Collection[str]) -> State:
         """Prepare for reading a checkpoint of ``step`` steps that holds ``names``, and return the places for it.
 
-        It is no collective: another rank may have found the checkpoint damaged. May be called again for another
+        It is not a collective: another rank may have found the checkpoint damaged. May be called again for another
         checkpoint. Raises ConfigError for one that this strategy cannot continue from.
         """

@@ -12,7 +12,7 @@ throw-away pass over a real batch, after which every step of every attempt sums 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -67,10 +67,7 @@ class Spmd(CollectiveDefaults):
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Build the model and prime.
-
-        Raises ConfigError if a rank would have no sample, a parameter no gradient, or compiling fails.
-        """
+        """Raises ConfigError if a rank would have no sample, a parameter no gradient, or compiling fails."""
         batch = shareable(sample, self.share.count)
         if self._train.sync_batch_norm:
             model = synchronised(model)
@@ -98,8 +95,6 @@ class Spmd(CollectiveDefaults):
         self._update.evaluating()
         found = Sums({}, 0)
         with evaluating(self._model), self._layout.precision():
-            # A rank with nothing left still makes a pass where passes are joint: the others wait for its part of the
-            # weights.
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
                 found = measured(measure, self._model, batch)
@@ -107,7 +102,7 @@ class Spmd(CollectiveDefaults):
                     found = found.uncounted()
                 if self._layout.passes_are_joint:
                     self._stand_in = batch
-            elif self._layout.passes_are_joint:
+            elif self._layout.passes_are_joint:  # the others wait for this rank's part of the weights
                 measure(self._model, self._stand_in)  # its figures are dropped
         self._layout.rest()
         return found
@@ -119,12 +114,9 @@ class Spmd(CollectiveDefaults):
 
     def _declared(self, extra: Mapping[str, Entry]) -> dict[str, Entry]:
         """Return the entries of :meth:`state` as they are now, with the extra state ``extra``. Nothing is sent."""
-        entries: dict[str, Entry] = {}
-        for name, value in self._model.state_dict().items():
-            if not name.endswith(SUFFIX):
-                entries[f"model/{name}"] = entry(value)
-        entries |= {**extra} | self._layout.state() | self._update.state()
-        return dict(self._layout.uncut(entries))
+        named = self._model.state_dict().items()
+        entries = {f"model/{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
+        return dict(self._layout.uncut({**entries, **extra, **self._layout.state(), **self._update.state()}))
 
     def live(self) -> dict[str, Tensor]:
         return self._update.live()
@@ -138,10 +130,10 @@ class Spmd(CollectiveDefaults):
 
     @torch.no_grad()
     def first_bad_layer(self, batch: Batch | None) -> str | None:
-        """Return the first module with an output that is not finite, on any rank.
+        """Return the first module with an output that is not finite for ``batch``, on any rank; None if there is none.
 
-        ``batch`` is that of the step. Every rank calls it. None if all outputs are finite. A module is named before
-        those that hold it. With ``train.compile`` only the model as a whole is looked at.
+        Every rank calls it. A module is named before those that hold it. With ``train.compile`` only the model as a
+        whole is looked at.
         """
         assert batch is not None, "build() made sure that every share holds a sample"
         modules = {"": self._model} if self._train.compile else dict(self._model.named_modules())
@@ -175,8 +167,6 @@ class Spmd(CollectiveDefaults):
         for name in ("_layout", "_model", "_update", "_extra", "_objective", "_learnt", "_stand_in"):
             self.__dict__.pop(name, None)
 
-    # ------------------------------------------------------------------------------------------------ one step
-
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the global mean loss in ``.grad``. Returns this rank's part of each loss, by name."""
         *early, last = self._parts(batch)
@@ -192,11 +182,15 @@ class Spmd(CollectiveDefaults):
         loss = self._forward(last, passes, in_parts)
         if not joint:
             self.own_time.stop()  # gradients are summed while the last part goes backward
-        total = _WeightSum.start(weights_of(passes), self._layout.counts)
+        # The global weight is summed while the last part goes backward. Without weights it is the number of samples.
+        weights = [weight for weight in weights_of(passes) if weight is not None]
+        total = (torch.stack(weights).sum() * self._layout.counts).detach().double() if weights else None
+        in_progress = None if total is None else start_sum(total)
         loss.backward()  # type: ignore[no-untyped-call]
         means = means_of(passes, 1 / self.share.count, self._layout.counts)
-        if total is not None:  # before gradients are compressed: residuals must not be weighed again
-            factor = self._reweigh(total.wait(), batch.global_count)
+        if total is not None and in_progress is not None:
+            in_progress.wait()
+            factor = self._reweigh(total, batch.global_count)  # before compression: residuals have their weight
             means = {name: mean * factor for name, mean in means.items()}
         self._layout.average()
         # No layout knows of what the criterion learns.
@@ -208,10 +202,7 @@ class Spmd(CollectiveDefaults):
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """Return the micro-batches, equally many on all ranks.
-
-        There are fewer than asked for if the smallest share has fewer samples.
-        """
+        """Return the micro-batches, equally many on all ranks: no more than the smallest share has samples."""
         count = min(self._train.accumulate, batch.global_count // self.share.count)
         return [batch] if count == 1 else batch.split(count)
 
@@ -229,15 +220,13 @@ class Spmd(CollectiveDefaults):
             # Scale losses with weights of different kinds as if each sample of the global batch weighed one. The
             # gradients of one pass cannot be told apart afterwards, so ranks wait for the weights before the backward
             # pass.
-            own = []
-            for loss in losses.values():
-                own.append(loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight)
+            samples = len(batch)
+            own = [loss.total.new_tensor(samples) if loss.weight is None else loss.weight for loss in losses.values()]
             weights = torch.stack([weight.detach().double() for weight in own])
             sums = sum_across_ranks(weights * self._layout.counts)
             factors = (batch.global_count / sums.clamp(min=1e-30)).to(own[0].dtype)
-            losses = {
-                name: Loss(loss.total * factor) for (name, loss), factor in zip(losses.items(), factors, strict=True)
-            }
+            scaled = zip(losses.items(), factors, strict=True)
+            losses = {name: Loss(loss.total * factor) for (name, loss), factor in scaled}
         passes.append({name: Loss(loss.total.detach(), loss.weight) for name, loss in losses.items()})
         first, *others = [loss.total for loss in losses.values()]
         return self._update.scaled(sum(others, first))
@@ -253,8 +242,6 @@ class Spmd(CollectiveDefaults):
         for gradient in self._criterion_gradients():
             gradient.mul_(factor)
         return factor
-
-    # ------------------------------------------------------------------------------------------------- priming
 
     def _prime(self, batch: Batch) -> None:
         """Make one pass that changes only torch's buckets (and the compiler's cache)."""
@@ -275,24 +262,3 @@ class Spmd(CollectiveDefaults):
         self._update.drop()
         for value, earlier in kept:
             value.copy_(earlier)
-
-
-class _WeightSum:
-    """The global weight, summed over the ranks while the last part goes backward."""
-
-    def __init__(self, local: Tensor) -> None:
-        self._sum = local.detach().double()
-        self._work = start_sum(self._sum)
-
-    @classmethod
-    def start(cls, weights: Sequence[Tensor | None], counts: bool) -> _WeightSum | None:
-        """Start the sum; return None if the criterion gives no weight.
-
-        The weight is then the number of samples, which all ranks know.
-        """
-        given = [weight for weight in weights if weight is not None]
-        return cls(torch.stack(given).sum() * counts) if given else None
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._sum

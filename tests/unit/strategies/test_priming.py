@@ -128,7 +128,7 @@ def test_a_value_whose_double_overflows_says_nothing() -> None:
 
 
 def test_a_criterion_that_returns_a_loss_alone_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"returned a Tensor and no \(sum, weight\)"):
+    with pytest.raises(ConfigError, match=r"returned a Tensor instead of \(sum, weight\)"):
         refusal_of(of_pairs(losses), 5)  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ def test_a_loss_says_whether_it_is_a_sum_or_a_mean_and_is_believed_after_a_look(
     [
         (lambda model, batch: model(batch.inputs).sum(), "the loss is a tensor of shape ()"),
         (lambda model, batch: 1.0, "the loss is a float"),
-        (lambda model, batch: Loss.sum(model(batch.inputs)), r"the loss has the shape (5, 3) and is no scalar"),
+        (lambda model, batch: Loss.sum(model(batch.inputs)), r"the loss has the shape (5, 3) and is not a scalar"),
         (lambda model, batch: {"rows": model(batch.inputs)}, "the loss 'rows' is a tensor of shape (5, 3)"),
     ],
 )

@@ -305,9 +305,9 @@ def test_an_average_follows_a_buffer_that_the_pass_replaces() -> None:
     for step, center in enumerate((1.0, 2.0, 3.0)):
         expected += (1 - min(0.5, (1 + step) / (10 + step))) * (center - expected)
     assert average.of_buffers()[0].tolist() == pytest.approx([expected] * 2)
-    average.show()
+    average.show(True)
     assert model.center.tolist() == pytest.approx([expected] * 2)
-    average.hide()
+    average.show(False)
     assert model.center.tolist() == [3.0, 3.0]
     assert "ema/codes" not in average.state(), "integers have no average"
 

@@ -1,8 +1,8 @@
 """`strategy.mesh`: the ranks as a grid with one dimension for each kind of parallelism, and the first weights on it.
 
-It is made as torch's DeviceMesh. Consecutive ranks are neighbors in the last dimension. A launcher numbers the ranks of
-one node consecutively. So ``tensor``, whose ranks communicate several times in each layer, stays within a node. Then
-come the shards of a copy, then the copies, which communicate once in a step.
+Consecutive ranks, which are mostly those of one node, are neighbors in the last dimension. So ``tensor``, whose ranks
+communicate several times in each layer, stays within a node. Then come the shards of a copy, then the copies, which
+communicate once in a step.
 
 The first weights of a model that lies in parts are bit for bit those of the same model on one process. Only rank 0
 makes the model, in host memory. The others make it without memory (torch's ``meta`` device) and receive their parts,
@@ -56,17 +56,13 @@ def open_mesh(session: Session, sizes: Mapping[str, int]) -> DeviceMesh:
 
 
 def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Return this rank's part of the mesh along ``names``.
-
-    Names that the mesh lacks are left out; None if it lacks all of them.
-    """
+    """Return this rank's part of the mesh along those of ``names`` that it has; None if it has none."""
     found = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
     return mesh[found] if found else None
 
 
 def share_of(session: Session, sizes: MeshConfig) -> Share:
-    """Return the rank's share. Ranks of one tensor group work on the same samples."""
-    # Consecutive ranks form a tensor group.
+    """Return the rank's share. Consecutive ranks form a tensor group, and work on the same samples."""
     together = _size(sizes, "tensor")
     return Share(session.rank // together, session.world_size // together)
 

@@ -1,10 +1,6 @@
 """The whole model on every rank: ddp, by torch's DistributedDataParallel, and models that send nothing.
 
 Those are a replica between two meetings of local SGD, and nn.DataParallel.
-
-channels_last: in memory the channel is the innermost dimension of images and convolutions' weights. Most convolutions
-for GPUs with tensor cores, and oneDNN's for CPUs, want this layout and would convert each time. Shapes, names and
-results (to rounding) stay. A checkpoint does not depend on it: tensors are written in the order of their dimensions.
 """
 
 from __future__ import annotations
@@ -34,7 +30,11 @@ log = logs.get(__name__)
 
 
 def use_channels_last(model: nn.Module) -> None:
-    """Lay out ``model``'s parameters of four dimensions channels-last, and each such input when it arrives."""
+    """Lay out ``model``'s parameters of four dimensions channels-last, and each such input when it arrives.
+
+    Most convolutions for GPUs with tensor cores, and oneDNN's for CPUs, would convert each time. Checkpoints do not
+    depend on it: tensors are written in the order of their dimensions.
+    """
     model.to(memory_format=torch.channels_last)
     if not any(parameter.ndim == 4 for parameter in model.parameters()):
         log.warning("train.channels_last changes nothing: this model has no weights of four dimensions")
@@ -127,10 +127,9 @@ class Replicas(Layout):
             ) from error
 
     def average(self) -> None:
-        """Check that every parameter took part: then the backward pass has averaged all gradients.
+        """Check that every parameter took part, or with ``find_unused`` give the others zeros.
 
-        With ``find_unused`` unused ones get zeros instead. DDP itself complains only in the next step, if there is one.
-        Until then the weights would be those of this rank's gradients alone.
+        DDP complains only in the next step. Until then the weights would be those of this rank's gradients alone.
         """
         # A list that is kept: to walk through the modules takes longer than the check itself, in every step.
         unused = [parameter for parameter in self._parameters if parameter.grad is None and parameter.requires_grad]
@@ -171,10 +170,9 @@ class LocalReplica(Replicas):
 
 
 def data_parallel(session: Session, *, precision: str, compile: bool, recompute: int) -> LocalReplica:
-    """Return the layout of ``nn.DataParallel``. One process gives each of its GPUs a part of every batch.
+    """Return the layout of ``nn.DataParallel``: a process gives each of its GPUs a part of every batch.
 
-    Each GPU has a thread. Raises ConfigError for several ranks, and for settings that do not work on the copies that it
-    makes of the model.
+    Raises ConfigError for several ranks, and for settings that do not work on its copies of the model.
     """
     if session.world_size > 1:
         raise ConfigError(

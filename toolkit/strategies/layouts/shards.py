@@ -1,9 +1,7 @@
-"""fsdp and zero: each rank keeps 1/N of every parameter, gradient and optimizer state.
+"""fsdp and zero: each rank keeps 1/N of every parameter, gradient and optimizer state. Both are torch's FSDP2.
 
-Both are torch's FSDP2. The parameters of a block are gathered from all ranks while it computes, and its gradients are
-summed straight into the parts that their owners keep. ``reshard_after_forward`` is the difference between the two. fsdp
-frees a block's weights after its forward pass and gathers them again for the backward pass. zero keeps them until then,
-which saves a third of what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
+fsdp frees a block's weights after its forward pass and gathers them again for the backward pass. zero keeps them until
+then, which saves a third of what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
 https://arxiv.org/abs/1910.02054, except that between steps the weights lie sharded in both.)
 
 With ``strategy.mesh.replicas`` the ranks form several copies of the model, each in parts. Weights are gathered within a
@@ -175,10 +173,7 @@ class Shards(Layout):
 
 
 def _prefetch(modules: Sequence[FSDPModule], ahead: int) -> None:
-    """Gather the weights of ``ahead`` modules before they are needed. ``modules`` are in the order of a forward pass.
-
-    The root is the first one. Its own weights stay until the backward pass.
-    """
+    """Gather the weights of ``ahead`` modules before they are needed. ``modules`` are the root and then the blocks."""
     for number, module in enumerate(modules):
         module.set_modules_to_forward_prefetch([*modules[number + 1 : number + 1 + ahead]])
         module.set_modules_to_backward_prefetch([*reversed(modules[max(1, number - ahead) : number])])

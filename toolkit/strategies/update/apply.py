@@ -3,14 +3,11 @@
 The order: take out the loss scale, measure the norm over all parameters, judge the step, clip the gradient, step the
 optimizer (or skip the step), prune weights, update the moving average. What the config does not ask for is left out.
 
-An exponential moving average of the weights (Polyak & Juditsky 1992).
-
-It mostly generalizes better than the last weights. It lies on the ranks as the weights do. Floating-point buffers
-(BatchNorm's statistics) are averaged as well, since averaged weights with the last step's statistics would be a model
-that never existed.
-
-After t steps the next one counts with at least 9 / (10 + t). With a decay of 0.9999 alone a short run would end with
-little but its first weights. Averages of bf16 and fp16 are kept in fp32, in which a step of 1 - decay does not vanish.
+The exponential moving average of the weights (Polyak & Juditsky 1992) lies on the ranks as the weights do.
+Floating-point buffers (BatchNorm's statistics) are averaged as well, since averaged weights with the last step's
+statistics would be a model that never existed. After t steps the next one counts with at least 9 / (10 + t). With a
+decay of 0.9999 alone a short run would end with little but its first weights. Averages of bf16 and fp16 are kept in
+fp32, in which a step of 1 - decay does not vanish.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ log = logs.get(__name__)
 
 
 class Update:
-    """Owns the optimizer of this rank's part of the model. It also owns all else that changes with a step.
+    """Owns the optimizer of this rank's part of the model, and all else that changes with a step.
 
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
     see :class:`~.gradients.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
@@ -82,9 +79,9 @@ class Update:
         self._ratios = _ratios(optimizer)
         self._slots = OptimizerState(names, optimizer)
         # The rest exists only if the config asks for it.
-        looks = Gradients.are_looked_at(train)
-        self._gradients = Gradients(names, train, total) if looks else None
         leaves_out = train.skip_bad_steps or train.precision == "fp16"
+        looks = leaves_out or train.clip_norm is not None
+        self._gradients = Gradients(names, train, total) if looks else None
         if leaves_out and not getattr(optimizer, "_step_supports_amp_scaling", False):
             key = "skip_bad_steps" if train.skip_bad_steps else "precision"
             raise ConfigError(
@@ -107,12 +104,12 @@ class Update:
     def hide_average(self) -> None:
         """Give the model its own weights back if an evaluation has swapped in the average."""
         if self._average is not None:
-            self._average.hide()
+            self._average.show(False)
 
     def evaluating(self) -> None:
         """Prepare for a pass of an evaluation. It uses the averaged weights if there are any."""
         if self._average is not None:
-            self._average.show()
+            self._average.show(True)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss to go backward from. With fp16 it is a multiple, since small gradients would be 0."""
@@ -120,10 +117,9 @@ class Update:
         return loss if scale is None else loss * scale.value
 
     def apply(self, lr: float) -> Tensor | None:
-        """Make one optimizer step along the gradients in ``.grad``, then drop them.
+        """Make one optimizer step along the gradients in ``.grad``, then drop them. Returns ``StepOutput.skipped``.
 
-        ``lr`` is the schedule's; a group with a rate of its own keeps the ratio to it that it was made with. Returns
-        why the step was skipped, see ``StepOutput.skipped``.
+        ``lr`` is the schedule's; a group with a rate of its own keeps the ratio to it that it was made with.
         """
         self._slots.forget_unfilled()
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
@@ -163,8 +159,8 @@ class Update:
         """Find the buffers that the pass inside this changes. From now on each step sends rank ``source``'s.
 
         A forward pass may read them: the codebook of a VQ-VAE, the observers of a quantization. A save would lose each
-        rank's own, and so a training that was stopped would not go on as one that was not. Buffers of norms are left
-        out, since no pass in training mode reads them. All ranks of ``group`` call it.
+        rank's own, and so a training that was stopped would continue otherwise. Buffers of norms are left out, since no
+        pass in training mode reads them. All ranks of ``group`` call it.
         """
         modules = [each for part in self._parts for each in part.modules() if not isinstance(each, _NormBase)]
         places = [(each, name) for each in modules for name, buffer in each._buffers.items() if buffer is not None]
@@ -183,8 +179,7 @@ class Update:
     def equalise(self, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
         """Make the model's buffers and their averages those of rank ``source``. All ranks of ``group`` call it.
 
-        They differ after a step. Those of rank ``source`` do not change, so it does not matter when or how often this
-        is called; between two steps it sends them once.
+        Those of rank ``source`` do not change, so it does not matter when this is called. It sends them once a step.
         """
         if self._buffers_equal:
             return
@@ -198,10 +193,7 @@ class Update:
         self._group = group
 
     def state(self) -> dict[str, Entry]:
-        """Return everything here that a resume needs, live. Names are those of the unparallelized model.
-
-        From here on the model has its own weights, and not their average.
-        """
+        """Return everything here that a resume needs, live. The model has its own weights from here on."""
         self.hide_average()
         found: dict[str, Entry] = dict(self._slots.entries())
         if self._criterion is not None:
@@ -221,10 +213,7 @@ class Update:
         return found
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, which the tensors of :meth:`state` hold.
-
-        ``values`` are the entries that are not tensors.
-        """
+        """Continue from a checkpoint: the tensors of :meth:`state` are filled, ``values`` are its other entries."""
         self._buffers_equal = True
         self._slots.filled(values)
         for part in (self._pruning, self._average):
@@ -234,19 +223,15 @@ class Update:
             self._buffers.keep()
 
     def figures(self) -> dict[str, float]:
-        """Return what there is to log of the last step; as `toolkit.strategies.protocol.Strategy.figures`."""
         found = {} if self._gradients is None else self._gradients.figures()
         return found if self._pruning is None else {**found, "train/sparsity": self._pruning.sparsity()}
 
     @torch.no_grad()
     def _step_unless(self, skipped: Tensor) -> Tensor:
-        """Make the step if ``skipped`` is 0 on the device.
-
-        torch's own protocol for its fused optimizers does that. Returns 1 if the step was made, 0 if it was skipped.
-        """
+        """Make the step if ``skipped`` is 0 on the device, and return 1 then, else 0."""
         left_out = (skipped > 0).float()
-        # Make the momenta of torch's fused SGD, as zeros. Its first step makes them without values, and leaves them so
-        # if that step is skipped. From zeros the first step is the same: 0 times the momentum, plus the gradient.
+        # torch's fused SGD makes its momenta in its first step, and leaves them without values if that is skipped. From
+        # zeros the first step is the same: 0 times the momentum, plus the gradient.
         if isinstance(self._optimizer, SGD):
             for group in self._optimizer.param_groups:
                 for parameter in group["params"] if group["momentum"] else ():
@@ -330,10 +315,7 @@ def _complete(optimizer: Optimizer, criterion: nn.Module | None, names: Mapping[
 
 
 def _ratios(optimizer: Optimizer) -> list[float]:
-    """Return each group's learning rate divided by the optimizer's own one, which the schedule's replaces.
-
-    Raises ConfigError if the optimizer's own is 0 and a group's is not.
-    """
+    """Return each group's learning rate divided by the optimizer's, which the schedule's replaces."""
     groups, own = optimizer.param_groups, float(optimizer.defaults.get("lr", 0.0))
     if not own:
         if any(float(group.get("lr", 0.0)) for group in groups):
@@ -375,10 +357,7 @@ class Average:
 
     @torch.no_grad()
     def follow(self, made: Tensor | None) -> None:
-        """Move the averages after a step.
-
-        ``made`` is 0 on the device if the step was skipped, and then nothing moves. None: no step is ever skipped.
-        """
+        """Move the averages after a step. ``made`` is 0 on the device if it was skipped; None: no step is skipped."""
         self._find_replaced()
         averages, live = [*self.of.values()], [_wide(local(tensor)) for tensor in self.of]
         if made is None:
@@ -393,14 +372,9 @@ class Average:
             torch._foreach_lerp_(averages, live, [weight.to(average.dtype) for average in averages])
             self._steps = steps + made
 
-    def show(self) -> None:
-        """Give the model the averages until :meth:`hide`. A second call changes nothing."""
-        if not self._is_shown:
-            self._swap()
-
-    def hide(self) -> None:
-        """Give the model its own weights again."""
-        if self._is_shown:
+    def show(self, is_shown: bool) -> None:
+        """Give the model the averages, or its own weights again. A second call changes nothing."""
+        if self._is_shown != is_shown:
             self._swap()
 
     def state(self) -> dict[str, Entry]:

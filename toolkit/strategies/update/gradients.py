@@ -1,9 +1,8 @@
 """Measures, judges and clips the gradients of a step before the optimizer gets them.
 
-A model of which each rank holds parts is summed over so that every element counts once. The device decides which steps
-are skipped, equally on all ranks, and the host waits for nothing. All ranks decide alike without asking each other,
-because they decide by the norm of the whole gradient: a NaN in one rank's loss is a NaN in every rank's gradient once
-it is summed.
+The device decides which steps are skipped, and the host waits for nothing. All ranks decide alike without asking each
+other, because they decide by the norm of the whole gradient: a NaN in one rank's loss is a NaN in every rank's gradient
+once it is summed.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ class ShardedParameters:
         self._total = total
 
     def sum(self, values: Mapping[Tensor, Tensor], like: Tensor) -> Tensor:
-        """Return the sum of ``values`` over all parts of all parameters.
+        """Return the sum of ``values``, by this rank's parts of parameters, over all parts. Every rank calls it.
 
-        Each value is for this rank's part of a parameter and has the shape of ``like``, which is not changed. Every
-        rank calls it.
+        Each value has the shape of ``like``.
         """
         whole = torch.zeros_like(like)
         # One collective for each way of cutting; a rank without such parameters adds zeros.
@@ -57,8 +55,8 @@ class ShardedParameters:
     def norm(self, gradients: Mapping[Tensor, Tensor], device: torch.device) -> Tensor:
         """Return the 2-norm of all ranks' ``gradients`` as one vector, float64.
 
-        ``gradients`` are this rank's parts. The norm is that of ``torch.nn.utils.get_total_norm``, but squares are
-        added in double precision, in which they do not overflow.
+        It is that of ``torch.nn.utils.get_total_norm``, but squares are added in double precision: they cannot
+        overflow.
         """
         norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros((), device=device)]
         squares = torch.stack([*norms]).double().square()
@@ -155,11 +153,6 @@ class Gradients:
         #: The norm of the last step's gradient, before clipping.
         self.norm: Tensor | None = None
 
-    @staticmethod
-    def are_looked_at(train: TrainConfig) -> bool:
-        """True if there is anything to do."""
-        return train.clip_norm is not None or train.skip_bad_steps or train.precision == "fp16"
-
     @torch.no_grad()
     def prepare(self) -> Tensor | None:
         """Prepare the gradients in ``.grad`` for the optimizer. Return whether to skip the step, see :class:`Judge`."""
@@ -169,23 +162,18 @@ class Gradients:
         if self.scale is not None:
             self.norm = self.norm / self.scale.value
         why = None if self._judge is None else self._judge.verdict(self.norm)
-        factor = self._factor(self.norm)
+        factor = None
+        if self._clip_norm is not None:
+            factor = (self._clip_norm / (self.norm + self._LEAST_NORM)).clamp(max=1.0)
+        if self.scale is not None:
+            factor = 1 / self.scale.value if factor is None else factor / self.scale.value
         if factor is not None:
-            torch._foreach_mul_(list(gradients.values()), factor)
+            torch._foreach_mul_(list(gradients.values()), factor.float())
         # Only now: the factor above must be that of the old scale.
         if self.scale is not None and why is not None:
             why = self.scale.explained(why)
             self.scale.update(why)
         return why
-
-    def _factor(self, norm: Tensor) -> Tensor | None:
-        """Return the factor for the gradients, or None if there is none."""
-        factor = None
-        if self._clip_norm is not None:
-            factor = (self._clip_norm / (norm + self._LEAST_NORM)).clamp(max=1.0)
-        if self.scale is not None:
-            factor = 1 / self.scale.value if factor is None else factor / self.scale.value
-        return None if factor is None else factor.float()
 
     def state(self) -> dict[str, Entry]:
         parts = [part.state() for part in (self._judge, self.scale) if part is not None]

@@ -32,7 +32,6 @@ class OptimizerState:
 
     def entries(self) -> dict[str, Replicated | Sharded]:
         """Return every slot; tensors are live and may be filled in place."""
-        # Without a step there may be no slots yet.
         if not self._stepped and not self._optimizer.state:
             # Make every slot by a step of length 0 with gradients of 0, which moves no weight.
             groups = self._optimizer.param_groups
@@ -66,10 +65,7 @@ class OptimizerState:
         return {name: local(value) for name, value in found if isinstance(value, Tensor)}
 
     def filled(self, values: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, which the tensors of :meth:`entries` hold.
-
-        ``values`` are its slots that are not tensors.
-        """
+        """Continue from a checkpoint, which the tensors of :meth:`entries` hold, and ``values`` the other slots."""
         self._unfilled, self._stepped = False, True
         for name, slots, slot in self._named():
             if name in values:
@@ -130,7 +126,7 @@ def _try_step(optimizer: Optimizer) -> None:
 
 
 def _refuse_state_in_groups(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if a step has changed the groups of parameters themselves, beside the slots."""
+    """Raise ConfigError if a step has changed the groups of parameters themselves, besides the slots."""
     changed = {
         key
         for group, own in zip(optimizer.param_groups, before, strict=True)
@@ -140,6 +136,6 @@ def _refuse_state_in_groups(optimizer: Optimizer, before: Sequence[Mapping[str, 
     if changed:
         raise ConfigError(
             f"optim.name: {type(optimizer).__name__} keeps state in its groups of parameters "
-            f"({listing(sorted(changed), 5)}), which would be in no checkpoint: a resumed run would go on otherwise. "
-            "Use another optimizer, or toolkit.start(), which saves whole optimizers"
+            f"({listing(sorted(changed), 5)}), which would be in no checkpoint: a resumed run would differ. Use "
+            "another optimizer, or toolkit.start(), which saves whole optimizers"
         )
