@@ -1,16 +1,12 @@
 """Hangs: how each rank says what it does, and the stacks that it writes when it hangs.
 
-When the supervisor sends a rank SIGURG, the Python stacks of all its threads go into
-``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside the signal handler, so also if the main thread
-never comes back from C. A thread then does what a handler can't. It sends the signal on to the data workers, whose
-stacks go into their own files, has torch's flight recorder dumped, and ends the file with ``ANSWERED``. The file is
-made before anything slow is imported: a rank without one has not started. SIGURG, because programs that don't know it
-ignore it: foreign scripts, shells, programs that a job starts.
+When the supervisor sends a rank SIGURG, faulthandler writes the stacks of all its threads from inside the signal
+handler, so also if the main thread never comes back from C. A thread then does what a handler can't, and ends the file
+with ``ANSWERED``. The file is made before anything slow is imported: a rank without one has not started. SIGURG,
+because programs that don't know it ignore it: user scripts, shells, programs that a job starts.
 
-An attempt counts as hung by what its ranks report. *Progress* means that any rank gets on, see
-:class:`toolkit.nodes.agent.reports.NodeProgress`. One rank's progress is enough, since the others may wait for it: in a
-collective, or while rank 0 writes a checkpoint. So a rank that hangs beside others is noticed when these have reached
-the point where they wait for it, and the time counts from there.
+An attempt counts as hung by what its ranks report. One rank's progress is enough, since the others may wait for it. So
+a rank that hangs is noticed when the others have reached the point where they wait for it.
 
 Time is counted in looks of the supervisor. If the supervisor itself was stopped, by ``scontrol suspend`` or a disk that
 did not answer, that time does not count: the reports of that time are still in its queue.
@@ -97,10 +93,9 @@ OWN_CODE = "in the loop's own code"
 class Activity:
     """A rank's phase, step and count. A plain assignment writes each, in some 10 ns and without a lock.
 
-    They are written several times in each step. For the supervisor a change of any of the three is progress. A rank of
-    which none changes for half of ``dist.timeout_s`` counts as stuck once that is true of every other rank as well. So
-    any long work that is neither a step nor known to end soon moves ``count``: for each batch of an evaluation, each
-    piece of a checkpoint, each retry.
+    For the supervisor a change of any of the three is progress. A rank of which none changes for half of
+    ``dist.timeout_s`` counts as stuck once that is true of every other rank as well. So any long work that is neither a
+    step nor known to end soon moves ``count``: each batch of an evaluation, piece of a checkpoint, or retry.
     """
 
     __slots__ = ("count", "phase", "step")
@@ -122,26 +117,17 @@ ANSWERED = "# answered\n"
 
 
 def stack_path(folder: Path, rank: int | str, worker: int | str | None = None) -> Path:
-    """Return the file for the stacks of a rank, or of its data worker.
-
-    ``folder`` is the log folder of an attempt. Both numbers may be glob patterns.
-    """
+    """Return the file for the stacks of a rank or its data worker in an attempt's logs. Numbers may be globs."""
     return folder / (f"stack-{rank}.txt" if worker is None else f"stack-{rank}-worker-{worker}.txt")
 
 
 def flight_path(folder: Path, rank: int | str) -> Path:
-    """Return the file for the flight recorder's dump.
-
-    torch's own analyzer of all dumps is ``torchfrtrace --prefix flight- FOLDER``.
-    """
+    """Return the file for the flight recorder's dump, for torch's ``torchfrtrace --prefix flight- FOLDER``."""
     return folder / f"flight-{rank}"
 
 
 def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Answer ``ASK`` from now on, if this rank has a supervisor.
-
-    Call it in the main thread, as early as possible.
-    """
+    """Answer ``ASK`` from now on, if this rank has a supervisor. Call it in the main thread, as early as possible."""
     folder = _folder(environ)
     if folder is None:
         return
@@ -160,10 +146,7 @@ def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def answer_in_worker(worker: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Answer ``ASK`` in a forked data worker.
-
-    It has a file of its own, so that it and its rank don't tear each other's lines.
-    """
+    """Answer ``ASK`` in a forked data worker, in another file: it and its rank would tear each other's lines."""
     folder = _folder(environ)
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -181,10 +164,7 @@ def _open(path: Path) -> int:
 
 
 def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
-    """Wait for ``ASK`` in the pipe, then complete the answer.
-
-    Each signal of this process writes its number into the pipe. For ``ASK`` the stacks are in the file by then.
-    """
+    """Complete each answer. The signals of this process come in the pipe; after ``ASK`` the stacks are in the file."""
     while True:
         if ASK not in os.read(reader, 1):
             continue
@@ -243,10 +223,9 @@ def _dump_flight_recorder(path: Path) -> None:
 
 
 def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make torch and NCCL write into an attempt's log folder.
+    """Return variables that make each rank's torch and NCCL write dumps and logs into an attempt's log folder.
 
-    They write dumps and logs. Each rank has its own files. Variables that the user has set are left out.
-    ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by default on torch 2.11.
+    Variables that the user has set are left out. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by default on torch 2.11.
     """
     ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # the older name of the next one

@@ -28,11 +28,7 @@ Shape: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Allocation:
-    """Nodes, tasks on each node, and the job they belong to.
-
-    ``job_id`` is None without Slurm. For an array element it is ``A_T``: a requeue or cancel by the bare id would
-    affect the whole array.
-    """
+    """Nodes, tasks on each, and their job, if there is one. For an array element it is ``A_T``: ``A`` is the array."""
 
     hosts: tuple[str, ...]
     tasks: tuple[int, ...]
@@ -154,10 +150,7 @@ class Allocation:
         )
 
     def in_order(self, slurm: SlurmCommands) -> Allocation:
-        """Return it with near nodes next to each other in each component, where Slurm tells how they are connected.
-
-        The last ones are the spares: the first spare is then the nearest to each node that it can replace.
-        """
+        """Return it with near nodes next to each other in each component. The last are the spares."""
         component_of = self._component_of
         return self.on(sorted(node_order(self.hosts, slurm), key=lambda host: component_of.get(host, 0)))
 
@@ -173,10 +166,7 @@ class Allocation:
         return found
 
     def without(self, spare: int) -> Allocation:
-        """Return what is left without ``spare`` nodes as replacements.
-
-        They are the last nodes of the shape that most nodes have. Raises RequestError where none of it is left.
-        """
+        """Return what is left without ``spare`` nodes: the last of the commonest shape. Raises RequestError."""
         if spare >= len(self.hosts):
             raise RequestError(
                 f"cluster.spare_nodes: {spare} of the job's {len(self.hosts)} nodes leave none to run on; "
@@ -225,10 +215,9 @@ class Allocation:
 
     @staticmethod
     def slurm(environ: Mapping[str, str], slurm: SlurmCommands | None = None) -> Allocation:
-        """Return the allocation of this batch script or ``salloc`` shell, from its variables.
+        """Return the allocation of this batch script or ``salloc`` shell. Raises RequestError where there is none.
 
-        They tell the GPUs of this node alone. ``slurm`` is asked for those of the others, if there are GPUs. Raises
-        RequestError where there is no allocation.
+        Its variables give the GPUs of this node alone. ``slurm`` is asked for those of the others, if there are GPUs.
         """
         if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
             raise RequestError(
@@ -308,7 +297,7 @@ _UNIT = re.compile(r"^(?:SwitchName|BlockName|AggregatedBlock)=(\S+).*?\bNodes=(
 def node_order(hosts: Sequence[str], slurm: SlurmCommands | None) -> Sequence[str]:
     """Return the job's nodes such that near ones follow each other; as they are where Slurm does not tell.
 
-    Slurm is asked once, and not at all without a topology plugin: a node's address then has the pattern ``node``.
+    Without a topology plugin, when a node's address has the pattern ``node``, Slurm is not asked.
     """
     # sbatch(1), SLURM_TOPOLOGY_ADDR_PATTERN: switch.switch.node, or block.node.
     if slurm is None or len(hosts) < 2 or "." not in os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""):

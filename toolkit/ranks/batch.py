@@ -31,10 +31,7 @@ class Share:
             raise ValueError(f"share {self.index} of {self.count}: the index must be within 0..count-1")
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Return this share's ``(start, stop)`` in ``range(size)``.
-
-        The parts tile it; lengths differ by at most one.
-        """
+        """Return its ``(start, stop)`` in ``range(size)``. Parts tile it, with lengths that differ by at most one."""
         if self.count == 0:
             return 0, 0
         return self.index * size // self.count, (self.index + 1) * size // self.count

@@ -32,19 +32,12 @@ def sum_across_ranks(tensor: Tensor) -> Tensor:
 
 
 def sum_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, float]:
-    """Return the sum of each value over all ranks, by name.
-
-    Sums are in float64, in which counts are exact up to 2**53. Every rank gives the same names. One collective and one
-    host sync.
-    """
+    """Return the sum of each value over all ranks, in float64, by equal names. One collective, one host sync."""
     return dict(zip(values, sum_across_ranks(_row(values, device)).tolist(), strict=True))
 
 
 def gather_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return each value of every rank, float64 (ranks,) on the host, equal on all.
-
-    Every rank gives the same names. One collective and one host sync.
-    """
+    """Return each value of every rank, float64 (ranks,) on the host, by equal names. One collective, one host sync."""
     return dict(zip(values, gather_rows(_row(values, device)).cpu().unbind(1), strict=True))
 
 
@@ -93,20 +86,14 @@ def _room_for(place: Tensor) -> Tensor:
 
 
 def from_rank(source: int, value: Any) -> Any:
-    """Return on every rank the ``value`` that rank ``source`` gives.
-
-    The value is pickled, and goes only between the ranks of this run.
-    """
+    """Return on every rank the ``value`` of rank ``source``. It is pickled, and goes only between this run's ranks."""
     values = [value]
     dist.broadcast_object_list(values, source)
     return values[0]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return on every rank what each rank of ``group`` gives, in rank order.
-
-    Every rank of the group calls it. Values are pickled, and go only between the ranks of this run.
-    """
+    """Return on every rank of ``group`` what each gives, in order. Values are pickled, between this run's ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -127,9 +114,8 @@ def _pieces(rows: Tensor) -> Sequence[Tensor]:
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of a small ``tensor`` (...) over ``group``, added rank by rank.
 
-    So equal values give equal bits in every group. An all-reduce may add in an order that depends on a group's links,
-    and copies of a model would drift apart. NCCL serves no tensors in host memory, where offloaded weights are: such
-    tensors go through the GPU.
+    So equal values give equal bits in every group: an all-reduce may add in an order that depends on a group's links,
+    and copies of a model would drift apart. NCCL serves no tensors in host memory: such tensors go through the GPU.
     """
     sent = tensor.to(_served(group, tensor.device))
     rows = sent.new_empty((dist.get_world_size(group), *tensor.shape))

@@ -48,11 +48,7 @@ def backend_of_plugin(name: str) -> Backend | None:
 
 
 def choose_backend(name: str, tasks_per_gpu: int = 1) -> str:
-    """Return torch's name of the backend.
-
-    ``auto`` is that of the devices' kind: NCCL with CUDA, gloo without GPUs. It is gloo as well where ranks share a
-    GPU: NCCL refuses that.
-    """
+    """Return torch's name of the backend. ``auto`` is that of the devices; gloo where ranks share a GPU."""
     if name == "auto":
         return accelerator.kind().backend if tasks_per_gpu == 1 else "gloo"
     brought = backend_of_plugin(name)
@@ -149,10 +145,7 @@ def choose_device(
 
 
 def turn(store: dist.Store, local_rank: int, local_world_size: int, visible: Sequence[str]) -> int:
-    """Return the place of this rank's GPU among the ``visible`` ones.
-
-    Where these are fewer than the node's ranks, it counts the ranks before this one that see the same.
-    """
+    """Return the place of this rank's GPU among the ``visible``. If too few, ranks that see the same take turns."""
     key = f"toolkit/gpus/{socket.gethostname()}"
     own = json.dumps(visible)
     # Every rank writes anew what has not changed over torchrun's restarts.

@@ -25,19 +25,12 @@ class NestingError(ValueError):
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return ``tree`` with each leaf replaced by ``function(leaf, *leaves of others at the same place)``.
-
-    Raises NestingError where ``others`` are nested otherwise.
-    """
+    """Return ``tree`` with ``function(leaf, *leaves of others at its place)`` for each leaf. Raises NestingError."""
     return _mapped(lambda _, *leaves: function(*leaves), ROOT, tree, *others)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return ``tree`` with each tensor replaced.
-
-    ``batch_sizes`` of packed sequences stay on the CPU. Lists of texts are not walked through: a batch may have long
-    ones.
-    """
+    """Return ``tree`` with each tensor replaced but ``batch_sizes`` of packed sequences, which stay on the CPU."""
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

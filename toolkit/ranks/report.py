@@ -70,10 +70,7 @@ class _Latest(Reporter):
 
 
 class AgentReporter(_Latest):
-    """Reports to the agent of this node. The agent tells the supervisor the progress of all its ranks.
-
-    Each report says what the rank is doing. Its arrival is the heartbeat that tells a rank that waits from one that is
-    stopped or dead.
+    """Reports to the agent of this node: the arrival tells a rank that waits from one that is stopped or dead.
 
     The rank ends when it loses the agent, since without a supervisor nothing else would end it. The agent leaves when
     it has lost the supervisor.

@@ -58,10 +58,7 @@ log = logs.get(__name__)
 
 
 class StartUp:
-    """The seconds of each part of a rank's start. A part is counted when it ends, and the next one begins there.
-
-    The first part, ``program``, has ended when this is made: what the rank's process did before its session.
-    """
+    """The seconds of each part of a rank's start, one after the other. ``program`` has ended when this is made."""
 
     def __init__(self) -> None:
         self._mark = time.monotonic()
@@ -106,10 +103,7 @@ class Session:
         return self.rank == 0
 
     def step_made(self) -> None:
-        """Tighten the timeouts after this attempt's first step.
-
-        From then on no rank has reason to keep others waiting for long.
-        """
+        """Tighten the timeouts after the attempt's first step: no rank has reason to keep others waiting then."""
         collectives.tighten_limits(self.timeout)
 
     def progress(self, **fields: Any) -> None:
@@ -168,12 +162,10 @@ class Session:
 
 @contextmanager
 def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> Iterator[Session]:
-    """Open the process group of this launch, and the session in it.
+    """Open the process group of this launch, and the session in it. The environment describes the launch.
 
-    The launch is described by the environment, which ``toolkit run`` (or torchrun) has set. ``gpus`` is the number
-    asked for on each node, each of them for ``tasks_per_gpu`` ranks. Raises ConfigError when the backend does not fit
-    the devices of all nodes. At the end everything is closed in reverse, also after an exception, which then goes on
-    to the caller.
+    ``gpus`` is the number asked for on each node, each of them for ``tasks_per_gpu`` ranks. Raises ConfigError when the
+    backend does not fit the devices of all nodes.
     """
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
@@ -204,10 +196,7 @@ def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> I
 
 @contextmanager
 def open_beside(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> Iterator[Session]:
-    """Open a session beside a library that opens the process group. Uses only the launch's store, no collective.
-
-    ``gpus``, ``tasks_per_gpu`` and the errors are as of :func:`open_session`.
-    """
+    """Open a session beside a library that opens the process group, with the launch's store alone and no collective."""
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
@@ -271,10 +260,7 @@ def _rendezvous_dir() -> Path:
 
 
 def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
-    """Return the run folder: the environment's, else the one that rank 0 has published.
-
-    Only ranks of an unsupervised run may lack the variable.
-    """
+    """Return the environment's run folder, else rank 0's: ranks of an unsupervised run may lack the variable."""
     known = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if rank == 0:
         if known is None:
@@ -305,10 +291,7 @@ def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int
 
 
 def _force_exit(hang: Hang) -> None:
-    """End the process if a stop hangs.
-
-    Nothing can be saved any more, and every second left is better spent on the next start.
-    """
+    """End the process if a stop hangs: nothing can be saved any more, and the next start needs the time."""
     if hang.kind != STOP:  # a save can wait, for the end of an evaluation too
         log.warning("%s", hang)
         return

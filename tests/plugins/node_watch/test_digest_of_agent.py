@@ -6,10 +6,8 @@ from pathlib import Path
 
 from tests.unit.nodes.test_agents import Site, reporting, until
 from toolkit import hang
+from toolkit.nodes.agent.messages import RanksReporting
 from toolkit.nodes.agent.reports import Standing
-from toolkit.nodes.start.launcher import (
-    FirstReports,
-)
 from toolkit.plugins.node_watch import investigation
 
 
@@ -17,7 +15,7 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
     """Rank 0 has reported and waits. Rank 1 works on something, and rank 2 has not started."""
     site = Site(tmp_path, ranks=3)
     site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
-    until(site, FirstReports)
+    until(site, RanksReporting)
     folder = site.run.attempt_logs(1)
     frame = 'Thread 0x1 (most recent call first):\n  File "{}", line 1 in {}\n'
     for rank, (file, name) in enumerate(

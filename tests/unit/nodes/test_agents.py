@@ -33,6 +33,7 @@ from toolkit.nodes.agent.messages import (
     CheckOrder,
     LeaveOrder,
     ProcessEnded,
+    RanksReporting,
     ReportsOrder,
     StacksAnswered,
     StacksOrder,
@@ -45,13 +46,10 @@ from toolkit.nodes.start.agent_starters import LocalAgent
 from toolkit.nodes.start.agents import Agents, AgentUser, Endpoint, NodeAnswered, NodeSilent
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
-    FirstReports,
     LaunchFailed,
-    MainReport,
     Progress,
     RanksExited,
     RanksFinished,
-    RanksSignalled,
     RunningRanks,
     StoreHostEnded,
 )
@@ -155,7 +153,7 @@ def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: P
     step = site.start("trap 'exit 3' TERM; trap 'exit 4' USR2; echo ready; while :; do sleep 0.02; done")
     await_true(lambda: all(site.run.rank_log(1, rank).exists() and site.log(rank) == "ready\n" for rank in (0, 1)))
     os.kill(site.agent, signal.SIGTERM)
-    assert site.next() == RanksSignalled()
+    assert site.next() == AgentSignalled()
     if signals_all:
         step.kill(signal.SIGUSR2)  # by the supervisor
     assert {site.next().exit_code, site.next().exit_code} == {4 if signals_all else 3}
@@ -711,12 +709,12 @@ elif rank == 1:
     site.start(reporting(tmp_path, lines))
     happened = until(site, AllRanksEnded)
     assert happened[-1] == AllRanksEnded(0), site.log(0)
-    told = [event.report for event in happened if isinstance(event, MainReport)]
+    told = [event for event in happened if isinstance(event, RankReport)]
     assert [(report.fields, report.result) for report in told] == [
         ({"step": 7, "loss": 0.5}, None),
         (None, {"step": 8}),
     ]
-    first = [event for event in happened if isinstance(event, FirstReports)]
+    first = [event for event in happened if isinstance(event, RanksReporting)]
     assert {rank for event in first for rank in event.ranks} == {0, 1}
     assert {(event.attempt, event.host) for event in first} == {(1, "here")}
     site.close()
@@ -755,7 +753,7 @@ def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path
 def test_a_program_that_tells_what_ranks_do_gets_what_the_agent_knows_of_them(tmp_path: Path) -> None:
     site = Site(tmp_path, ranks=2)
     site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
-    until(site, FirstReports)
+    until(site, RanksReporting)
     unknown = tuple(Standing(rank, None, None, 40.0, False) for rank in range(2))
     order = StacksOrder(1, ("cat",), str(site.run.path), unknown)
     answer = site.agents.ask({"here": order}, TIMEOUT_S)["here"]
@@ -791,7 +789,7 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
     outbox = Outbox(addresses(site.agents.reports_token))
     report = RankReport(1, 5, "in a step", 7, 0).as_bytes()
     assert outbox.send(report, TIMEOUT_S)
-    until(site, FirstReports)
+    until(site, RanksReporting)
     site.agents.drop("here", "lost")
 
     def is_refused() -> bool:
@@ -809,7 +807,7 @@ def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.start(reporting(tmp_path, 'outbox.send(b"[" * 1000, 20.0)\nreport("in a step", 7)'))
     happened = until(site, AllRanksEnded)
-    assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
+    assert [event.step for event in happened if isinstance(event, RankReport)] == [7]
     assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
     site.close()
 

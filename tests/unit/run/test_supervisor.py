@@ -24,14 +24,12 @@ from toolkit.files.run_files import AttemptRecord, FirstFailure, RunResult, RunS
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Watchdog
 from toolkit.nodes.agent.die_with_parent import SIGNALS
-from toolkit.nodes.agent.messages import NodeRequest, RequestAnswered
+from toolkit.nodes.agent.messages import NodeRequest, RanksReporting, RequestAnswered
 from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
     Events,
-    FirstReports,
-    MainReport,
     NodeFailed,
     Progress,
     RanksExited,
@@ -114,14 +112,13 @@ class Ranks:
     def report(self, **fields: Any) -> None:
         """Report as rank 0, on the first node."""
         step = fields.get("step")
-        self.events.put(MainReport(RankReport(self.attempt, 0, "in a step", step, 0, fields)))
-        self.events.put(FirstReports(self.attempt, self.hosts[0], (0,)))
+        self.events.put(RankReport(self.attempt, 0, "in a step", step, 0, fields))
+        self.events.put(RanksReporting(self.attempt, self.hosts[0], (0,)))
         self.events.put(Progress(self.hosts[0], Digest(self.attempt, 1, 0, 1 + (step or 0), step, step)))
 
     def tell_result(self, step: int, **metrics: float) -> None:
-        self.events.put(
-            MainReport(RankReport(self.attempt, 0, "finishing", step, 0, None, {"step": step, "metrics": metrics}))
-        )
+        result = {"step": step, "metrics": metrics}
+        self.events.put(RankReport(self.attempt, 0, "finishing", step, 0, None, result))
 
 
 class NodeAgents:

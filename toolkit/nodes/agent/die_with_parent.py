@@ -18,10 +18,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives exec, is not inherited by childr
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
-    """Have this process get ``number`` when ``parent``, which started it, dies.
-
-    So it does when only the thread dies that started it: PR_SET_PDEATHSIG in prctl(2).
-    """
+    """Have this process get ``number`` when the thread that started it dies, see PR_SET_PDEATHSIG in prctl(2)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it died before the line above: no signal will come
         os._exit(1)  # also in a fork, which must not run what its parent has left for its own end

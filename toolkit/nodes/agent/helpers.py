@@ -25,10 +25,7 @@ log = logs.get(__name__)
 def start_child(
     command: Sequence[str], prepare: Callable[[], None] = lambda: None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process that dies with the agent, which reaps it. ``prepare`` runs in it before ``command`` does.
-
-    ``options`` are those of Popen. Raises OSError.
-    """
+    """Start a process that dies with the agent, which reaps it. ``prepare`` runs in it first. Raises OSError."""
     agent = os.getpid()
 
     def begin() -> None:  # safe: this process has one thread
@@ -116,10 +113,7 @@ class Helpers:
         self.start(command, hear, given)
 
     def ask_if_possible(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
-        """Start a process as :meth:`ask` does, but log an OSError.
-
-        No memory or no processes may be left, and the ranks go on.
-        """
+        """Start a process as :meth:`ask` does, but log an OSError: the ranks do without."""
         try:
             self.ask(command, take, given)
         except OSError as error:

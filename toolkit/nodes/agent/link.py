@@ -1,11 +1,10 @@
-"""The protocol between two processes of a job: bytes in, messages out, and the reverse.
+"""The protocol between two processes of a job: bytes in, messages out, and the reverse. The caller has the socket.
 
-The caller has the socket. Each end sends 32 random bytes first. From both and the job's secret each derives a key for
-each direction. So no message of another connection, nor one sent back to its sender, is accepted as genuine. Every
-message is a frame: its length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32
-bytes), and the content, JSON in UTF-8, see :mod:`.messages`. Nothing is encrypted: secrets must not be sent.
-
-A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
+Each end sends 32 random bytes first. From both and the job's secret each derives a key for each direction, so no
+message of another connection, nor one sent back to its sender, is accepted. Every message is a frame: its length (4
+bytes, network order), its HMAC-SHA256 over a running number and the content (32 bytes), and the content, JSON in UTF-8,
+see :mod:`.messages`. Nothing is encrypted: secrets must not be sent. A peer without the secret learns only that a
+process listens here.
 """
 
 from __future__ import annotations
@@ -43,16 +42,11 @@ class AuthenticatedLink:
 
     def __init__(self, secret: bytes, role: str) -> None:
         self._secret, self._role = secret, role
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self.greeting = secrets.token_bytes(NONCE_BYTES)  #: to be sent as soon as the connection stands
         self._received = bytearray()
         self._keys: tuple[bytes, bytes] | None = None  #: for sending, for receiving
         self._sent_count = self._received_count = 0
         self._waiting: list[Message] = []
-
-    @property
-    def greeting(self) -> bytes:
-        """Return what is to be sent as soon as the connection stands."""
-        return self._nonce
 
     @property
     def is_genuine(self) -> bool:
@@ -60,10 +54,7 @@ class AuthenticatedLink:
         return self._received_count > 0
 
     def send(self, message: Message) -> bytes:
-        """Return the bytes to send for ``message``.
-
-        There are none before the other end's greeting has arrived: :meth:`receive` then returns them.
-        """
+        """Return the bytes to send now; none before the other end's greeting: :meth:`receive` returns them then."""
         if self._keys is None:
             self._waiting.append(message)
             return b""
@@ -81,12 +72,12 @@ class AuthenticatedLink:
             if len(self._received) < NONCE_BYTES:
                 return [], b""
             other = bytes(self._received[:NONCE_BYTES])
-            if hmac.compare_digest(other, self._nonce):
+            if hmac.compare_digest(other, self.greeting):
                 raise StrangerError("our own greeting came back")
             other_role = _OTHER_ROLE[self._role]
             self._keys = (
-                hmac.digest(self._secret, self._role.encode() + self._nonce + other, "sha256"),
-                hmac.digest(self._secret, other_role.encode() + other + self._nonce, "sha256"),
+                hmac.digest(self._secret, self._role.encode() + self.greeting + other, "sha256"),
+                hmac.digest(self._secret, other_role.encode() + other + self.greeting, "sha256"),
             )
             del self._received[:NONCE_BYTES]
             answer = b"".join(map(self.send, self._waiting))
@@ -128,11 +119,7 @@ _SYN_SENT = "02"
 
 
 def unanswered(net: Path = Path("/proc/net")) -> set[str]:
-    """Return the addresses from which this node's TCP connections get no first answer.
-
-    The connections have waited for a second or longer. By the columns of ``/proc/net/tcp``: remote address and port,
-    state, and how often the kernel has tried again.
-    """
+    """Return the addresses from which this node's TCP connections have had no first answer for a second or longer."""
     addresses = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
@@ -148,10 +135,7 @@ def unanswered(net: Path = Path("/proc/net")) -> set[str]:
 
 
 def notice_death(connection: socket.socket, within_s: int) -> None:
-    """Have a TCP connection fail when its other end has not answered for ``within_s``.
-
-    Small messages are sent at once. A node that dies closes no connection.
-    """
+    """Have a TCP connection fail when its other end has not answered for ``within_s``. A dead node closes none."""
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

@@ -64,10 +64,7 @@ class ReportsOrder(NodeRequest):
 
 @dataclass(frozen=True)
 class StacksOrder(NodeRequest):
-    """Tell what the ranks of the node do, by a :class:`StacksAnswered`.
-
-    ``command`` tells it by their stacks, see :mod:`toolkit.plugins.node_watch.stack_digest`.
-    """
+    """Report what the ranks of the node do, as ``command`` finds it: :mod:`toolkit.plugins.node_watch.stack_digest`."""
 
     attempt: int
     command: tuple[_Raw, ...]
@@ -81,10 +78,7 @@ class StacksOrder(NodeRequest):
 
 @dataclass(frozen=True)
 class WatchRanksOrder(NodeRequest):
-    """Watch a script that reports nothing, from outside. A :class:`RankActivity` comes at each change of a rank.
-
-    Without a ``command`` the watch ends.
-    """
+    """Watch a script that reports nothing by ``command``, which sends :class:`RankActivity`. Without it stop that."""
 
     attempt: int
     command: tuple[_Raw, ...]
@@ -180,9 +174,10 @@ class NodeAlive(Message):
 
 @dataclass(frozen=True)
 class RanksReporting(Message):
-    """These ranks have reported for the first time in the attempt."""
+    """These ranks on ``host`` have reported for the first time in the attempt."""
 
     attempt: int
+    host: str
     ranks: tuple[int, ...]
 
 
@@ -270,7 +265,7 @@ class ProcessNotStarted(Message):
 
 @dataclass(frozen=True)
 class AgentSignalled(Message):
-    """The agent has got SIGTERM, which is for the ranks."""
+    """The agent has got SIGTERM, and the ranks with it: Slurm sends it to the whole job."""
 
 
 @dataclass(frozen=True)

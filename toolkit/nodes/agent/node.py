@@ -1,14 +1,9 @@
 """The agent of one node: ``python -m toolkit.nodes.agent.node SECRET_FILE LOGS HOST PORT START [NAME]``.
 
-It lives as long as the job. On the supervisor's order it starts the ranks of each attempt and the attempt's store, by
-forks of a zygote or as fresh programs. It sends them signals, and reports at once how each has ended. All ranks of the
-node report to it, also those that srun has started; see :mod:`toolkit.nodes.agent.reports`. It has one thread and
-needs no torch.
-
-When the supervisor has died, the agent ends the ranks, and then connects to the one that is started in its place. It
-keeps the zygote and the memory in which ranks have left their state. When the agent dies the ranks die with it.
-
-What it receives and sends is in :mod:`.messages`.
+It lives as long as the job, has one thread and needs no torch. On the supervisor's order it starts the ranks of each
+attempt and the attempt's store. All ranks of the node report to it, also those that srun has started. When the
+supervisor has died, it ends the ranks and connects to the next one. It keeps the zygote and the memory in which ranks
+have left their state. When the agent dies the ranks die with it.
 """
 
 from __future__ import annotations
@@ -68,10 +63,7 @@ class Agent:
         inbox: Inbox,
         imports: Path | None,
     ) -> None:
-        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`Processes`.
-
-        ``who``: its host, and the number of the start by which it came, which the supervisor may have given up.
-        """
+        """``who``: its host, and the number of the start by which it came, which the supervisor may have given up."""
         self._connect, self._secret, self._who = connect, secret, who
         self._connection: socket.socket | None = None  #: None while the ranks of a dead supervisor end
         self._kept: list[messages.Message] = []  #: those ``ABOUT_THE_NODE``
@@ -288,7 +280,7 @@ class Agent:
             if report.rank == 0:
                 self._send(messages.MainRankReport(text.decode()))
         for attempt, ranks in first.items():
-            self._send(messages.RanksReporting(attempt, tuple(ranks)))
+            self._send(messages.RanksReporting(attempt, self._who[0], tuple(ranks)))
 
     def _digest_stacks(self, order: messages.StacksOrder) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""

@@ -1,12 +1,9 @@
 """Finds the modules that ranks import before their first step, for the zygote.
 
-Rank 0 writes their names into the run folder after its first step (:func:`note`). They are installed packages and the
-standard library, never a user's own modules. The zygote imports them while the ranks train (:func:`learn`), and at the
-start of the run's next job.
-
-Not every package can be imported before the fork. One that reads a rank's variables when it is imported would get the
-zygote's. One that starts a thread or opens the GPU would be broken in a fork. A trial process imports them first, and
-packages that do any of this are left to the ranks. A C extension's reads by getenv() are not noticed.
+Rank 0 writes the names of installed ones into the run folder after its first step. The zygote imports them while the
+ranks train, and at the start of the run's next job. Not every package can be imported before the fork: one may read a
+rank's variables, start a thread or open the GPU. A trial process imports them first, and such packages are left to the
+ranks. A C extension's reads by getenv() are not noticed.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ inherited: frozenset[str] | None = None
 
 
 def note(path: Path) -> None:
-    """Write the names of the installed modules that this process imported after its fork.
-
-    Do nothing in a fresh interpreter, and where the file has them already.
-    """
+    """Write the names of the installed modules that this process imported after its fork, if it is one."""
     if inherited is None:
         return
     noted, _ = _read(path)
@@ -57,11 +51,10 @@ def note(path: Path) -> None:
 
 
 def learn(path: Path, varying: Collection[str]) -> list[str]:
-    """Import the modules of the file, and return those imported.
+    """Import the modules of the file, and return those imported. Packages that a trial found harmful are left out.
 
-    Packages that a trial found harmful are left out. ``varying`` are the environment variables in which the ranks
-    differ. They are known once a rank has been forked; before, there is no trial. The trial's outcome is added to the
-    file, and not tried again.
+    ``varying`` are the environment variables in which the ranks differ. Before a rank has been forked there are none,
+    and there is no trial. Its outcome is added to the file, and not tried again.
     """
     modules, left_out = _read(path)
     wanted = [name for name in modules if name not in sys.modules]
@@ -129,10 +122,7 @@ def _try(modules: Sequence[str], varying: Collection[str]) -> list[str]:
 
 
 def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collection[str]) -> list[str]:
-    """Return the harmful packages, importing the last one first.
-
-    The packages that a package imports come after it, and so are judged by themselves.
-    """
+    """Return the harmful packages. The last one is imported first: what a package imports comes after it."""
     found: list[str] = []
     for package in reversed(packages):
         before, threads = set(sys.modules), _threads()
@@ -148,10 +138,7 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
 
 @contextlib.contextmanager
 def _watched(varying: Collection[str]) -> Iterator[list[str]]:
-    """Yield a list that gets each read of these environment variables.
-
-    A loop over all variables counts as a read, too.
-    """
+    """Yield a list that gets each read of these environment variables. A loop over all of them counts, too."""
     reads: list[str] = []
     kind = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
@@ -181,8 +168,7 @@ def _threads() -> int:
 def has_gpu() -> bool:
     """True if a fork of this process could not use its GPU.
 
-    A GPU has been opened, or its runtime was asked how many there are, as torch does where the driver's library does
-    not answer. Without a GPU it does no harm.
+    That GPU was opened, or its runtime was asked how many there are, as torch does where the driver does not answer.
     """
     if "torch" not in sys.modules:
         return False

@@ -1,8 +1,5 @@
 """The processes of attempts on one node: ranks, and on the batch host the store.
 
-They are forks of a zygote (:mod:`toolkit.nodes.agent.zygote`), whose other end is here, or fresh programs. Each gets
-CPUs of its own: whole cores first, next to each other and near its GPU.
-
 A stop signal is not for every process of a rank. A rank may be more than one process: `bash train.sh`, `python train.py
 | tee log`, `uv run`, a launcher. A signal for all of them would end what the one that saves still needs.
 """
@@ -27,7 +24,6 @@ from pathlib import Path
 
 from toolkit.base import fsio, logs, procfs, staged, this_node
 from toolkit.base.process_limits import limits
-from toolkit.base.procfs import ProcessStat
 from toolkit.devices import kinds
 from toolkit.nodes.agent import messages, state_memory
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
@@ -59,7 +55,7 @@ class _Child:
     stdout: int | None = None
 
     def relay(self, selector: selectors.BaseSelector, send: Callable[[messages.Message], None]) -> None:
-        """Send what the process has written; close its output at the end."""
+        """Send what the process has written; close its output at its end."""
         assert self.stdout is not None
         data = os.read(self.stdout, 1 << 16)
         if data:
@@ -68,7 +64,6 @@ class _Child:
             self.close_output(selector)
 
     def close_output(self, selector: selectors.BaseSelector) -> None:
-        """Read no more of what the process writes."""
         assert self.stdout is not None
         selector.unregister(self.stdout)
         os.close(self.stdout)
@@ -76,7 +71,7 @@ class _Child:
 
 
 class Processes:
-    """Starts processes, signals them and reports their ends. They are forks of a zygote or fresh programs."""
+    """Starts processes, as forks of a zygote or fresh programs, signals them and reports their ends."""
 
     def __init__(
         self, selector: selectors.BaseSelector, tell: Callable[[messages.Message], None], imports: Path | None
@@ -104,7 +99,6 @@ class Processes:
 
     @property
     def live(self) -> bool:
-        """True while any process lives."""
         return bool(self._children)
 
     # ----------------------------------------------------------------------------------------------------- starting
@@ -144,7 +138,7 @@ class Processes:
         self._start_waiting()
 
     def look_at_the_clock(self) -> None:
-        """Do what is due. To be called every second."""
+        """Do what is due. Call it every second."""
         now, zygote = time.monotonic(), self._zygote
         self.end_asked()
         if self._held_until is not None and now >= self._held_until:
@@ -204,7 +198,6 @@ class Processes:
         if ranks:
             self._ranks_since = time.monotonic()
             self._learn_at = self._ranks_since + LEARN_AFTER_S
-        # Each process gets its own CPUs, variables, log and, for the store, pipes.
         sharing = order.tasks_per_gpu
         near_own = [near for near in self.near_gpus for _ in range(sharing)]
         sets = for_tasks(len(order.processes), order.cpus_per_task, near_own)
@@ -224,16 +217,15 @@ class Processes:
                 if child.rank is None:
                     _make_pipes(child, files, theirs)
                 fsio.make_dir(Path(process.log).parent, parents=1)
-                pid = self._start_one(
-                    ForkOrder(
-                        module=[*(order.module or ())],
-                        command=[*order.command],
-                        environ=environ,
-                        files=files,
-                        cpus=own_cpus,
-                        agent=os.getpid(),
-                    )
+                wanted = ForkOrder(
+                    module=[*(order.module or ())],
+                    command=[*order.command],
+                    environ=environ,
+                    files=files,
+                    cpus=own_cpus,
+                    agent=os.getpid(),
                 )
+                pid = self._start_one(wanted)
             except OSError as error:
                 for pipe in filter(None, (child.stdin, child.stdout)):
                     os.close(pipe)
@@ -245,17 +237,27 @@ class Processes:
                     os.close(file)
             self._children[pid] = child
             if child.stdout is not None:
-                self._selector.register(
-                    child.stdout, selectors.EVENT_READ, partial(child.relay, self._selector, self._send)
-                )
+                relay = partial(child.relay, self._selector, self._send)
+                self._selector.register(child.stdout, selectors.EVENT_READ, relay)
 
     def _start_one(self, order: ForkOrder) -> int:
-        # A fork of the zygote is faster; without a zygote start a fresh program.
+        """Fork the zygote, or start a fresh program. Return the pid. Raises OSError."""
         if order["module"] and self._zygote is not None and self._zygote.can_fork:
             pid = self._zygote.fork(order)
             if pid is not None:
                 return pid
-        return _start_program(order, self._program(order["command"][0]))
+
+        def prepare() -> None:
+            if order["cpus"] is not None:
+                os.sched_setaffinity(0, order["cpus"])
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+
+        program, *arguments = order["command"]
+        command = [self._program(program), *arguments]
+        with opened(order["files"]) as (stdin, stdout, stderr):
+            files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
 
     # ----------------------------------------------------------------------------------------------------- the store
 
@@ -304,7 +306,7 @@ class Processes:
                 if order.processes[0].rank is not None:
                     self._waiting.remove(order)
                     for rank in order.processes:
-                        self._send_ended(attempt, rank.rank, -number, no_memory=False)
+                        self._send(messages.ProcessEnded(attempt, rank.rank, -number, False, time.time()))
         for pid, child in self._children.items():
             if child.attempt != attempt or child.rank is None:
                 continue
@@ -346,7 +348,7 @@ class Processes:
     def end_asked(self) -> None:
         """Report the ranks of which all processes have ended that were asked to. What else they have left is killed."""
         for pid, child in list(self._children.items()):
-            if child.code is None or any_lives(child.asked):
+            if child.code is None or any(stat and not stat.has_ended for stat in map(procfs.read, child.asked)):
                 continue
             now = time.monotonic()
             child.end_by = min(child.end_by, now + (REST_S if child.asked - {pid} else 0.0))
@@ -368,14 +370,11 @@ class Processes:
                 child.close_output(self._selector)
         if child.stdin is not None:
             os.close(child.stdin)
-        self._send_ended(child.attempt, child.rank, child.code, no_memory=child.no_memory)
+        ended = messages.ProcessEnded(child.attempt, child.rank, child.code, child.no_memory, time.time())
+        self._send(ended)
 
     def end_strays(self, helpers: Collection[int]) -> bool:
-        """Kill what ranks have left in sessions of their own, once none lives. Return whether anything lives.
-
-        A process is the agent's child when its parent has ended, and what a killed one has started is when it is
-        reaped.
-        """
+        """Kill what ranks, once none lives, have left in other sessions. Return whether anything of it lives."""
         own = {*helpers, *([self._zygote.pid] if self._zygote else [])}
         strays = list[int]()
         with contextlib.suppress(OSError):
@@ -385,31 +384,9 @@ class Processes:
             os.kill(pid, signal.SIGKILL)
         return bool(strays)
 
-    def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
-        self._send(messages.ProcessEnded(attempt, rank, code, no_memory, time.time()))
-
-
-def _start_program(order: ForkOrder, program: str) -> int:
-    """Start ``program`` with the order's arguments, and return its pid. Raises OSError."""
-
-    def prepare() -> None:
-        if order["cpus"] is not None:
-            os.sched_setaffinity(0, order["cpus"])
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-
-    command = [program, *order["command"][1:]]
-    with opened(order["files"]) as (stdin, stdout, stderr):
-        files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-        return start_child(command, prepare, env=order["environ"], **files, start_new_session=True).pid
-
 
 def _make_pipes(child: _Child, files: list[str], theirs: list[int]) -> None:
-    """Make pipes for a child's standard input and output. Raises OSError.
-
-    ``child`` gets our ends, ``theirs`` the others, to be closed once the child has them. ``files`` gets the paths of
-    these, which a fork of the zygote can open, too.
-    """
+    """Make pipes for a child's standard input and output. ``files`` gets paths that a fork of the zygote can open."""
     reading, child.stdin = os.pipe()
     theirs.append(reading)
     child.stdout, writing = os.pipe()
@@ -473,10 +450,7 @@ class ZygoteClient:
         *,
         forks: str = "ranks",
     ) -> None:
-        """Start a zygote that forks ranks, or only stores.
-
-        ``python`` may be that of a copied environment, and ``environ`` name the copies.
-        """
+        """Start a zygote that forks ranks, or only stores. ``python`` may be that of a copied environment."""
         self.is_of_a_copy = python != sys.executable
         self.took = {"import_s": 0.0, "waited_s": 0.0}
         self.socket, other = socket.socketpair()
@@ -543,10 +517,7 @@ class ZygoteClient:
             self.end()
 
     def fork(self, order: ForkOrder) -> int | None:
-        """Return the pid of a new rank, our child. Raises OSError for bad files.
-
-        None if the zygote has died, or has not answered in time and was killed.
-        """
+        """Return the pid of a new rank, our child; None if the zygote has died. Raises OSError for bad files."""
         line = ""
         try:
             self._lines.write(json.dumps(order) + "\n")
@@ -574,21 +545,19 @@ class ZygoteClient:
 def for_tasks(
     tasks: int, cpus_per_task: int | None, near_gpus: Sequence[Collection[int]] = ()
 ) -> list[list[int] | None]:
-    """Return the CPUs of each of ``tasks``; None for all CPUs of this process.
+    """Return the CPUs of each of ``tasks``; None for all CPUs of this process, also where these are too few.
 
-    Each gets ``cpus_per_task`` of those that this process may use. Also None if there are fewer than the tasks need.
-    ``near_gpus`` has the CPUs of each GPU's NUMA node, and each task takes those of its own GPU. Where these are too
-    few it takes others of the same package, then any that are left. Without ``near_gpus`` the tasks take the CPUs one
-    after the other.
+    ``near_gpus`` has the CPUs of each GPU's NUMA node. Each task takes those of its GPU, then others of the same
+    package, then any that are left. Without ``near_gpus`` the tasks take the CPUs one after the other.
     """
     ours = os.sched_getaffinity(0)
     if cpus_per_task is None or tasks * cpus_per_task > len(ours):
         return [None] * tasks
-    packages = {cpu: _number(cpu, "physical_package_id", TOPOLOGY) for cpu in ours}
+    packages = {cpu: _package(cpu, TOPOLOGY) for cpu in ours}
     # For each GPU three choices, from near to far: its NUMA node, its package, all.
     choices = []
     for near in near_gpus or [ours]:
-        package = _number(min(near), "physical_package_id", TOPOLOGY)
+        package = _package(min(near), TOPOLOGY)
         choices.append((near, [cpu for cpu in ours if packages[cpu] == package], ours))
     left, sets = by_core(ours), [list[int]() for _ in range(tasks)]
     for distance in range(3):  # every task takes near CPUs before any takes farther ones
@@ -600,28 +569,26 @@ def for_tasks(
 
 
 def by_core(cpus: Iterable[int], topology: Path | None = None) -> list[int]:
-    """Order ``cpus`` such that neighbors share as much as possible: a core, then a package.
-
-    From Documentation/admin-guide/cputopology.rst of Linux.
-    """
+    """Order ``cpus`` by package, then core: Linux, Documentation/admin-guide/cputopology.rst."""
     topology = topology or TOPOLOGY
-    return sorted(cpus, key=lambda cpu: (_number(cpu, "physical_package_id", topology), _first(cpu, topology), cpu))
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        # The lowest number of a core's CPUs tells the core: ``core_id`` is unique only within a package.
+        return _package(cpu, topology), _first(cpu, "thread_siblings_list", topology, cpu), cpu
+
+    return sorted(cpus, key=place)
 
 
-def _number(cpu: int, name: str, topology: Path) -> int:
+def _package(cpu: int, topology: Path) -> int:
+    return _first(cpu, "physical_package_id", topology, 0)
+
+
+def _first(cpu: int, name: str, topology: Path, unknown: int) -> int:
+    """Return the first number in a file about a CPU."""
     try:
-        return int((topology / f"cpu{cpu}/topology/{name}").read_text())
+        return int((topology / f"cpu{cpu}/topology/{name}").read_text().replace("-", ",").split(",")[0])
     except (OSError, ValueError):
-        return 0
-
-
-def _first(cpu: int, topology: Path) -> int:
-    """Return the lowest number among the CPUs of a core. ``core_id`` is unique only within a package."""
-    try:
-        text = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text()
-        return int(text.replace("-", ",").split(",")[0])
-    except (OSError, ValueError):
-        return cpu
+        return unknown
 
 
 #: A shell runs its trap only when the program has ended that it waits for: that one is to get the signal as well.
@@ -629,7 +596,7 @@ SHELLS = {"sh", "bash", "dash", "ash", "busybox", "zsh", "ksh", "fish"}
 
 
 def receivers(leader: int, number: signal.Signals) -> set[int]:
-    """Return the processes of the session of ``leader``, and of those that descend from it, that are to get a signal.
+    """Return the processes of a rank that are to get a signal: of the session of ``leader``, and below these.
 
     These are the ones that handle it, but not below another program that does: data workers, and what a launcher has
     started, are that program's. SIGTERM also ends the shells and wrappers above these. What would die of the signal
@@ -658,12 +625,6 @@ def receivers(leader: int, number: signal.Signals) -> set[int]:
     if is_handled and number is not signal.SIGTERM:
         return {pid for pid in living if stats[pid].handles(number)}
     return living
-
-
-def any_lives(pids: Collection[int]) -> bool:
-    """True if one of the processes has not ended."""
-    stats: list[ProcessStat | None] = [procfs.read(pid) for pid in pids]
-    return any(stat is not None and not stat.has_ended for stat in stats)
 
 
 def _is_shell(pid: int) -> bool:

@@ -4,12 +4,10 @@ A rank reports every second, whether anything is new or not: that is its sign of
 of each rank and sends the supervisor one :class:`Digest` a second. Digests of nodes are merged like those of ranks, so
 the result is as long for ten thousand ranks as for one.
 
-Each report is one message over an abstract Unix socket. An abstract name needs no folder that both sides see, so a rank
-finds it from inside a container, too. It is gone as soon as the agent is. Every user of the node may connect to it, and
-may bind the name when an agent has ended. Both ends therefore use only what is of their own user; the kernel names the
-user (SO_PEERCRED, unix(7)). The agent binds the first of several names that no other user has, and a rank tries them
-all. A name is known to others only once an agent has bound it: no name is derived from another one without the job's
-secret.
+Each report is one message over an abstract Unix socket: a rank finds its name from inside a container, too, and it is
+gone as soon as the agent is. Every user of the node may connect to it, and may bind the name when an agent has ended.
+Both ends therefore use only what is of their own user (SO_PEERCRED, unix(7)). The agent binds the first of several
+names that no other user has, and a rank tries them all. No name is derived from another one without the job's secret.
 """
 
 from __future__ import annotations
@@ -99,15 +97,12 @@ class Digest(JsonRecord):
 
 
 def merge(digests: Iterable[Digest]) -> Digest | None:
-    """Return the digest of all ranks in ``digests``, those of the newest attempt.
-
-    Return None without any digest.
-    """
+    """Return the digest of all ranks in ``digests``, those of the newest attempt. None without any digest."""
     every = list(digests)
-    attempt = max((digest.attempt for digest in every), default=0)
-    now = [digest for digest in every if digest.attempt == attempt]
-    if not now:
+    if not every:
         return None
+    attempt = max(digest.attempt for digest in every)
+    now = [digest for digest in every if digest.attempt == attempt]
     return Digest(
         attempt,
         sum(digest.ranks for digest in now),
@@ -134,8 +129,8 @@ class _Rank:
 class NodeProgress:
     """The newest report of each rank of one node.
 
-    A rank *gets on* when its step or its counter changes, or when it enters a phase that it has not been in since they
-    last changed: a rank that only cycles through phases makes no progress.
+    A rank makes progress when its step or its counter changes, or when it enters a phase that it has not been in since:
+    not if it only cycles through phases.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -227,8 +222,7 @@ class Inbox:
     def __init__(self, names: Sequence[str], wait_s: float = 0.0) -> None:
         """Bind the first of ``names`` that no other user has. Raises OSError where there is none.
 
-        An earlier agent of this job, which may hold a name, is killed after ``wait_s``, at once if it is stopped: it
-        was given up.
+        An earlier agent of this job that has a name was given up: it is killed after ``wait_s``, if stopped at once.
         """
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         deadline = time.monotonic() + wait_s
@@ -329,16 +323,15 @@ class Outbox:
     def send(self, message: bytes, wait_s: float = 0.0) -> bool:
         """Send a message of at most ``MAX_BYTES``. Return False where the agent does not take it within ``wait_s``.
 
-        Without patience this never waits. The agent of an srun step may start after its ranks. Raises AgentGoneError
-        where there was an agent.
+        The agent of an srun step may start after its ranks. Raises AgentGoneError where there was an agent.
         """
         deadline = time.monotonic() + wait_s
-        while not self._connect():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_RETRY_S)
-        assert self._socket is not None
-        # With patience the send may block until the agent reads; without it never does.
+        while self._socket is None:
+            self._socket = next(filter(None, map(_connected, self._names)), None)
+            if self._socket is None:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_RETRY_S)
         if wait_s:
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
         try:
@@ -355,8 +348,3 @@ class Outbox:
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
-
-    def _connect(self) -> bool:
-        if self._socket is None:
-            self._socket = next(filter(None, map(_connected, self._names)), None)
-        return self._socket is not None

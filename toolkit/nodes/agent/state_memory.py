@@ -1,7 +1,7 @@
 """The anonymous memory files in which a node's ranks keep their state.
 
-The agent holds them, so they outlive the ranks; the kernel frees them when the agent ends in any way. Two belong to the
-node, and ``FILES_A_RANK`` to each rank on it, by its local rank. They cost nothing until a rank writes there.
+The agent holds them, so they outlive the ranks; the kernel frees them with the agent. Two belong to the node, and
+``FILES_A_RANK`` to each rank, by its local rank. They cost nothing until a rank writes there.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """``python -m toolkit.nodes.agent.zygote FD FOR LEARNT ROOM``: import what ranks import, and fork them.
 
-A forked rank makes its first step 0.07 s after the order, a fresh interpreter 2.9 s: the import is done once for all
-ranks of a node. A fork must be as good as a fresh interpreter. So this process has one Python thread, no CUDA context,
-no OpenMP pool, and no open files but its end of the agent's socket pair. Where this does not hold (a site's .pth file
-may start a thread) it reports why, and the ranks are started as fresh programs.
+A forked rank makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as a fresh
+interpreter. So this process has one Python thread, no CUDA context, no OpenMP pool, and no open files but its end of
+the agent's socket pair. Where this does not hold it reports why, and the ranks are started as fresh programs.
 
-The agent sends an :class:`ForkOrder` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
-object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
-:mod:`.preimports`.
-
-``FOR`` is ``ranks``, or ``store`` where only an attempt's store is forked: then it imports less.
+The agent sends a :class:`ForkOrder` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
+object to have what the file ``LEARNT`` names imported (:mod:`.preimports`), and reads ``{"ready"}`` back, as after the
+start. ``FOR`` is ``ranks``, or ``store`` where only an attempt's store is forked: then it imports less.
 """
 
 from __future__ import annotations
@@ -127,11 +124,7 @@ def main() -> None:
 
 
 def _waited_s() -> float:
-    """Return for how long this process has waited for files.
-
-    In that time it was neither at work nor ready to work. Return 0 where the kernel does not tell: it may be built
-    without CONFIG_SCHED_INFO.
-    """
+    """Return for how long this process has waited for files; 0 where the kernel lacks CONFIG_SCHED_INFO."""
     try:
         ready_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -239,8 +232,8 @@ def _become(order: ForkOrder) -> None:
 def _end(code: int) -> NoReturn:
     """End as the interpreter does (Py_FinalizeEx), but do not free what all ranks share.
 
-    Freeing it would copy it first, which takes each rank 1.2 s of CPU time. What the program has made is freed, so that
-    files which it has left open are written.
+    Freeing it would copy it first: 1.2 s of CPU time for each rank. What the program has made is freed, so that files
+    which it has left open are written.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -289,8 +282,8 @@ def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Have ``ps``, ``pgrep -f`` and ``/proc/PID/environ`` show this command, and also these variables.
 
     The kernel shows the memory in which a program has received its arguments and variables. The last argument and
-    ``ROOM_VARIABLE`` exist only to make room there; nothing else reads them. From proc_pid_cmdline(5): where the last
-    byte of the arguments is not null, all up to the first null byte is the title.
+    ``ROOM_VARIABLE`` only make room there. From proc_pid_cmdline(5): where the last byte of the arguments is not null,
+    all up to the first null byte is the title.
     """
     # The kernel tells at which addresses it reads arguments and variables.
     stat = procfs.read("self")

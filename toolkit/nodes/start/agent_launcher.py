@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 from toolkit.base import hostlist
-from toolkit.base.errors import EXIT_FAILED
+from toolkit.base.errors import EXIT_FAILED, ToolkitError
 from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import messages, reports
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import foreign
+from toolkit.nodes.start import foreign, python_command
 from toolkit.nodes.start.agents import Agents, AgentUser
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
@@ -23,7 +23,6 @@ from toolkit.nodes.start.launcher import (
     LaunchFailed,
     RanksExited,
     RanksFinished,
-    RanksSignalled,
     RunningRanks,
     Store,
     StoreHostEnded,
@@ -85,10 +84,7 @@ class AgentStore:
 
 
 class AgentRanks:
-    """The ranks of one attempt: :class:`~toolkit.nodes.start.launcher.RunningRanks`.
-
-    All methods except ``kill`` and ``abandon`` are called while the lock of the agents is held.
-    """
+    """The ranks of one attempt. The agents' lock is held by the callers of all methods but ``kill`` and ``abandon``."""
 
     tells_each_end = True
 
@@ -131,18 +127,17 @@ class AgentRanks:
         if isinstance(message, messages.ProcessNotStarted):
             self._events.put(LaunchFailed((rank,), host, message.why))
             self._end([rank], EXIT_FAILED)
+            return
+        code = message.code
+        if code == 0:
+            self._events.put(RanksFinished((rank,)))
         else:
-            code = message.code
-            if code == 0:
-                self._events.put(RanksFinished((rank,)))
-            else:
-                number, out_of_memory = (-code if code < 0 else None), message.out_of_memory
-                how = f"killed by {signal_name(number)}" if number else f"exit code {code}"
-                if out_of_memory:
-                    how = f"{how} (Out Of Memory)"
-                exit_code = None if number else code
-                self._events.put(RanksExited((rank,), host, how, number, message.time, exit_code, out_of_memory))
-            self._end([rank], code)
+            number, exit_code = (-code, None) if code < 0 else (None, code)
+            how = f"killed by {signal_name(number)}" if number else f"exit code {code}"
+            if message.out_of_memory:
+                how += " (Out Of Memory)"
+            self._events.put(RanksExited((rank,), host, how, number, message.time, exit_code, message.out_of_memory))
+        self._end([rank], code)
 
     def lose(self, host: str, why: str) -> None:
         """Note that the agent of ``host`` has ended, and its ranks with it."""
@@ -249,7 +244,7 @@ class AgentLauncher(AgentUser):
                 log_path = self._run.rank_log(attempt, place.rank)
                 processes.append(messages.OrderedProcess(place.rank, own, str(log_path)))
             order = self._order(attempt, command, environ, processes, cpus_of[host] if binds else None)
-            # All variables of Slurm's, because the agent's own describe the agents' step.
+            # All variables of Slurm's, because those of the agents describe their step.
             of_node = {"SLURM_CPUS_PER_TASK": str(cpus_of[host])} if common else {}
             variables = {**order.environ, **common, **of_node}
             ranks.orders[host] = order.replace(environ=variables, tasks_per_gpu=allocation.tasks_per_gpu)
@@ -284,7 +279,10 @@ class AgentLauncher(AgentUser):
 
     @cached_property
     def _command_gains(self) -> bool:
-        return foreign.gains_by_fork(self._run)
+        try:
+            return python_command.gains_by_fork(foreign.read_command(self._run))
+        except ToolkitError:  # its ranks will report it
+            return False
 
     # ------------------------------------------------------------------------- while the lock of the agents is held
 
@@ -334,7 +332,7 @@ class AgentLauncher(AgentUser):
                 self.agents.ready[host, "imported"] = time.time()
                 self.agents.has_torch[host] = message.has_torch
             case messages.AgentSignalled() if host == self._allocation.hosts[0]:
-                self._events.put(RanksSignalled())
+                self._events.put(message)
             # Messages of an earlier attempt's store are ignored; the ranks check their own.
             case messages.StoreOutput(attempt, text) if store is not None and attempt == store.attempt:
                 store.take(text)
@@ -361,10 +359,10 @@ class AgentLauncher(AgentUser):
 
 def places_by_host(allocation: Allocation) -> dict[str, list[Placement]]:
     """Return the places of each node's ranks, by the node's name."""
-    places: dict[str, list[Placement]] = {}
+    places: dict[str, list[Placement]] = {host: [] for host in allocation.hosts}
     for node_rank, (host, ranks) in enumerate(allocation.ranks_of.items()):
-        places[host] = [
-            Placement(
+        for local_rank, rank in enumerate(ranks):
+            place = Placement(
                 rank=rank,
                 world_size=allocation.world_size,
                 local_rank=local_rank,
@@ -374,17 +372,12 @@ def places_by_host(allocation: Allocation) -> dict[str, list[Placement]]:
                 host=host,
                 launcher="supervisor",
             )
-            for local_rank, rank in enumerate(ranks)
-        ]
+            places[host].append(place)
     return places
 
 
 def srun_environment(allocation: Allocation) -> dict[str, str]:
-    """Return the variables that srun would set alike for every task of this attempt.
-
-    Scripts may read them. From srun(1), output variables. Empty without Slurm. Its size grows with the number of nodes:
-    make it once, not for each rank.
-    """
+    """Return what srun(1) sets alike for every task, for scripts; empty without Slurm. It grows with the nodes."""
     if allocation.job_id is None:
         return {}
     counts = hostlist.compress_counts(allocation.tasks)

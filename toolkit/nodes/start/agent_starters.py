@@ -69,7 +69,7 @@ class SrunAgents:
     """
 
     def __init__(self, run: RunDir, allocation: Allocation, options: Sequence[str] = ()) -> None:
-        """Start them for a run. ``options`` are more options of srun."""
+        """``options`` are more options of srun."""
         self._run, self._allocation, self._options = run, allocation, options
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
         # A step that was refused is tried again by a thread, while others are started: each needs a file of its own.
@@ -105,9 +105,8 @@ class SrunAgents:
             overlap=True,
         )
         # Since 24.11 a site may have a whole step killed with one process that runs out of memory: all agents, that is.
-        srun = Srun(
-            plan, {**environ, "SLURM_OOM_KILL_STEP": "0"}, self._run.logs / f"agents-{next(self._numbers)}.hosts"
-        )
+        host_file = self._run.logs / f"agents-{next(self._numbers)}.hosts"
+        srun = Srun(plan, {**environ, "SLURM_OOM_KILL_STEP": "0"}, host_file)
         self._sruns.append((srun, {*hosts}))
 
         refusals: list[LaunchFailed] = []
@@ -115,8 +114,17 @@ class SrunAgents:
         def take(event: SrunEvent) -> None:
             if isinstance(event, LaunchFailed) and event.is_refused and not gpus and self._allocation.is_uneven:
                 refusals.append(event)
-            else:
-                self._take(hosts, on_failure, event)
+                return
+            match event:
+                case LaunchFailed(_, None, why):
+                    on_failure(hosts, why, is_certain=False)  # the failing node is unknown
+                case LaunchFailed(_, str(host), why):
+                    on_failure([host], why)
+                case RanksExited():
+                    why = f"its agent: {event.how}; see agent-{event.host}.log"
+                    on_failure([event.host], why, is_certain=event.signal is None)  # srun kills all if one cannot start
+                case NodeFailed(host):  # a dead node ends no connection
+                    on_failure([host], "Slurm has given the node up")
 
         def wait() -> None:
             code = srun.wait(take)
@@ -135,20 +143,6 @@ class SrunAgents:
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         return thread
-
-    @staticmethod
-    def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
-        match event:
-            case LaunchFailed(_, None, why):
-                on_failure(hosts, why, is_certain=False)  # the failing node is unknown
-            case LaunchFailed(_, str(host), why):
-                on_failure([host], why)
-            case RanksExited():
-                why = f"its agent: {event.how}; see agent-{event.host}.log"
-                is_certain = event.signal is None  # srun kills all where one does not start
-                on_failure([event.host], why, is_certain=is_certain)
-            case NodeFailed(host):  # a dead node ends no connection
-                on_failure([host], "Slurm has given the node up")
 
     def note_connected(self, host: str) -> None:
         for srun, missing in self._sruns:

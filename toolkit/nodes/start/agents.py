@@ -1,10 +1,8 @@
 """The agents of a job's nodes, one on each: the connections to them, and requests.
 
 They are started once, by srun or on this machine, for the whole job. Agents and supervisor send each other a heartbeat
-every second. From it the supervisor knows which nodes are silent, and how the ranks of the others progress; the agents
-notice that the batch host is silent.
-
-A thread takes what the agents send. It and all callers share one lock; what happens goes into the supervisor's queue.
+every second. A thread takes what the agents send. It and all callers share one lock; what happens goes into the
+supervisor's queue.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import messages, reports
 from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, AuthenticatedLink, StrangerError
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.launcher import Events, FirstReports, MainReport, Progress
+from toolkit.nodes.start.launcher import Events, Progress
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
 log = logs.get(__name__)
@@ -39,10 +37,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class NodeAnswered:
-    """The answer of the agent of ``host``.
-
-    It was asked for after ``asked`` and received at ``received``, both by this process's clock.
-    """
+    """The answer of the agent of ``host``, with the times of its request and its receipt by this process's clock."""
 
     host: str
     message: messages.RequestAnswered
@@ -74,7 +69,7 @@ class AgentRequest:
             self.heard.put(silent)
 
 
-#: An agent must connect within this time, or its node counts as one where nothing can be started.
+#: An agent must connect within this time, or it counts as missing.
 STANDS_WITHIN_S = 120.0
 #: The time between two heartbeats where a lost node can be replaced, and how many are sent in a second at most.
 QUICK_HEARTBEAT_S, HEARTBEATS_A_SECOND = 0.25, 4000
@@ -86,10 +81,9 @@ _LAST_ACK = struct.Struct("=56xI")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the agents connect, and the secret that they prove.
+    """Where the agents connect, and the secret that they prove. The guard holds it as well.
 
-    The guard holds it as well. So no other process gets the port after a supervisor has died, and the agents find the
-    next supervisor. They still hold the memory in which the ranks have left their state.
+    So no other process gets the port after a supervisor has died, and the agents find the next supervisor.
     """
 
     listening: socket.socket
@@ -100,7 +94,6 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """Return the port at which they connect."""
         return int(self.listening.getsockname()[1])
 
     @staticmethod
@@ -113,10 +106,9 @@ class Endpoint:
 
 
 class OnFailure(Protocol):
-    """A function to call when agents cannot be started, or have ended; in any thread."""
+    """Takes a failure of agents, in any thread. ``is_certain``: it holds also for those that are connected."""
 
-    def __call__(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
-        """Take the failure. ``is_certain``: it holds also for hosts whose agents are connected."""
+    def __call__(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None: ...
 
 
 class AgentStarter(Protocol):
@@ -133,10 +125,7 @@ class AgentStarter(Protocol):
 
 
 class AgentUser:
-    """Has agents start ranks, or do other work on their nodes.
-
-    All methods are called while :attr:`Agents.lock` is held; here they do nothing.
-    """
+    """Has agents work on their nodes. :attr:`Agents.lock` is held by the callers; here the methods do nothing."""
 
     def agent_connected(self, host: str) -> None:
         """Note that orders can be sent to ``host`` from now on."""
@@ -167,9 +156,8 @@ class Agents:
 
     ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. Not even the kernels
     of ``unsure_hosts`` have answered the last two heartbeats. ``sick_hosts`` tells what is wrong with a node,
-    ``usages`` what the job uses there, as its monitor has sent it. ``watch_command`` is there where nodes can be
-    replaced: each agent but that of the batch host runs the command that it returns for the address and the port at
-    which the agents are awaited. It watches the batch host.
+    ``usages`` what the job uses there. ``watch_command`` is there where nodes can be replaced: each agent but that of
+    the batch host runs what it returns for the address and the port at which agents are awaited, to watch that host.
     """
 
     def __init__(
@@ -220,10 +208,9 @@ class Agents:
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, *, again: bool = False) -> None:
-        """Listen for agents. Those that are started get ``environ``, and ``user`` says which are to be started.
+        """Listen for agents. Those that are started get ``environ``; ``user`` has them work.
 
-        The ranks' reports and the errors of the thread go into ``events``. With ``again`` agents may return that a
-        supervisor before this one has started.
+        Reports and the thread's errors go into ``events``. With ``again`` agents of an earlier supervisor may return.
         """
         hosts = self._allocation.hosts
         at = self._endpoint or Endpoint.open(self._run, hosts, environ)
@@ -331,10 +318,9 @@ class Agents:
                 self.send(host, message)
 
     def request(self, orders: Mapping[str, messages.NodeRequest], heard: Events) -> int:
-        """Send each host its order as soon as its agent is there.
+        """Send each host its order as soon as its agent is there. Return the number to withdraw the request by.
 
-        Return the request's number, which serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into
-        ``heard``, and nothing for a host that hangs.
+        A NodeAnswered or NodeSilent for each host goes into ``heard``, and nothing for a host that hangs.
         """
         with self.lock:
             number = next(self._numbers)
@@ -355,10 +341,9 @@ class Agents:
             self._requests.pop(number, None)
 
     def ask(self, orders: Mapping[str, messages.NodeRequest], wait_s: float) -> dict[str, messages.RequestAnswered]:
-        """Send each host its order, and return the answers by host.
+        """Send each host its order, and return the answers by host that come within ``wait_s``.
 
-        Silent and absent hosts are not waited for. The others, also those that start at this moment, are waited for at
-        most ``wait_s``.
+        Silent and absent hosts are not waited for.
         """
         heard: Events = SimpleQueue()
         awaited = orders.keys() - self.silent_hosts
@@ -387,17 +372,11 @@ class Agents:
         for request in self._requests.values():
             request.end(silent)
 
-    def _take_answer(self, host: str, message: messages.RequestAnswered) -> None:
-        request = self._requests.get(message.request)
-        asked = None if request is None else request.asked.pop(host, None)
-        if request is not None and asked is not None:
-            request.heard.put(NodeAnswered(host, message, asked, time.time()))
-
     # ------------------------------------------------------------------------------------------------------ the nodes
 
     @property
     def hosts(self) -> set[str]:
-        """The hosts whose agents are connected."""
+        """Return the hosts whose agents are connected."""
         with self.lock:
             return set(self._peers)
 
@@ -512,17 +491,15 @@ class Agents:
         self._strangers.discard(peer.connection)
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        if peer.host is not None and self._peers.get(peer.host) is peer:
-            del self._peers[peer.host]
-            self._note_left(peer.host, why)
-
-    def _note_left(self, host: str, why: str) -> None:
-        """Note that the agent has ended, or cannot be reached any more."""
+        host = peer.host
+        if host is None or self._peers.get(host) is not peer:
+            return
+        del self._peers[host]
         if not self._is_leaving:
             log.warning("node %s: %s", host, why)
             self._note_missing(NodeSilent(host, why, is_certain=False))
             self._tell(lambda user: user.agent_ended(host, why))
-        elif not self._peers:  # they were meant to leave
+        elif not self._peers:
             self._all_left.set()
 
     def _take(self, peer: _Peer, message: messages.Message) -> None:
@@ -539,7 +516,14 @@ class Agents:
             peer.host, self._peers[host] = host, peer
             with contextlib.suppress(OSError):  # it has disconnected again
                 self._hosts_by_address[plain_address(peer.connection.getpeername()[0])] = host
-            self._note_here(host)
+            self._starting.pop(host, None)
+            self._starter.note_connected(host)
+            if self._watch_command is not None and host != self._allocation.hosts[0]:
+                command = self._watch_command(self._at.address or self._allocation.hosts[0], self._at.port)
+                self.send(host, messages.WatchBatchHostOrder(tuple(command), self._turns[host]))
+            for request in self._requests.values():
+                self._ask(host, request)
+            self._tell(lambda user: user.agent_connected(host))
 
     def _admits(self, host: str, message: messages.AgentHere) -> bool:
         """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends."""
@@ -551,18 +535,6 @@ class Agents:
         # One that was given up as late would take the place of the agent that was started instead.
         return message.start == self._start_of.get(host)
 
-    def _note_here(self, host: str) -> None:
-        """Note that messages can be sent to the agent of ``host`` from now on."""
-        self._starting.pop(host, None)
-        self._starter.note_connected(host)
-        if self._watch_command is not None and host != self._allocation.hosts[0]:
-            address = self._at.address or self._allocation.hosts[0]
-            command = self._watch_command(address, self._at.port)
-            self.send(host, messages.WatchBatchHostOrder(tuple(command), self._turns[host]))
-        for request in self._requests.values():
-            self._ask(host, request)
-        self._tell(lambda user: user.agent_connected(host))
-
     def _take_message(self, host: str, message: messages.Message) -> None:
         match message:
             case messages.NodeAlive(progress, usage):
@@ -570,16 +542,17 @@ class Agents:
                     self._events.put(Progress(host, progress))
                 if usage is not None:
                     self.usages[host, usage["since"]] = usage
-            case messages.RanksReporting(attempt, ranks):
-                self._events.put(FirstReports(attempt, host, ranks))
+            case messages.RanksReporting() | messages.RankActivity():
+                self._events.put(message)
             case messages.MainRankReport(text):
                 report = reports.parse(text.encode())
                 if report is not None:
-                    self._events.put(MainReport(report))
+                    self._events.put(report)
             case messages.RequestAnswered():
-                self._take_answer(host, message)
-            case messages.RankActivity():
-                self._events.put(message)
+                request = self._requests.get(message.request)
+                asked = None if request is None else request.asked.pop(host, None)
+                if request is not None and asked is not None:
+                    request.heard.put(NodeAnswered(host, message, asked, time.time()))
             case messages.RankWatchEnded():
                 what = "the watch for silent ranks has ended, a hang is not noticed"
                 log.warning("node %s: %s: see agent-%s.log", host, what, host)
@@ -590,11 +563,11 @@ class Agents:
                 self._tell(lambda user: user.take_message(host, message))
 
     def _tell(self, tell: Callable[[AgentUser], None]) -> None:
-        """Tell the listeners and the launcher. One that fails hears no more: an error here would end the run."""
+        """Tell the listeners and the launcher. A listener that fails is dropped: an error here would end the run."""
         for listener in self.listeners:
             try:
                 tell(listener)
-            except Exception as error:  # it may be other people's code
+            except Exception as error:
                 log.error("what is done on the nodes beside the ranks has failed, and hears no more: %r", error)
                 self.listeners = tuple(each for each in self.listeners if each is not listener)
         tell(self._user)
@@ -617,6 +590,5 @@ class Agents:
         since = now - 2.5 * self.heartbeat_s
         quiet = self._silent(2.5 * self.heartbeat_s)
         self.unsure_hosts = frozenset(host for host in quiet if self.last_sign(host) < since)
-        # Agents that did not connect in time count as missing.
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
         self._give_up(late, f"no agent has come from it within {STANDS_WITHIN_S:.0f} s", is_certain=False)

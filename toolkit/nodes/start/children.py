@@ -17,8 +17,7 @@ from toolkit.nodes.agent import die_with_parent
 def dying_with_us(command: Sequence[str], by: signal.Signals, *, ignore_signals: bool = False) -> list[str]:
     """Return ``command``, changed to get the signal ``by`` when this process dies for any reason.
 
-    ``ignore_signals``: from its first moment it ignores those that Slurm sends to all processes of a job that is to
-    end.
+    ``ignore_signals``: from its first moment it ignores those that Slurm sends to all processes of a job.
     """
     handling = die_with_parent.IGNORE if ignore_signals else die_with_parent.DEFAULT
     return [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), by.name, handling, *command]

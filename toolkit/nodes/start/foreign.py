@@ -1,9 +1,8 @@
 """Runs any torchrun-style script as the ranks, unmodified: ``python -m toolkit.nodes.start.foreign CONFIG``.
 
-It becomes the command that the run's config holds. The command finds what torchrun would have set (RANK,
-WORLD_SIZE, MASTER_ADDR, a store that an agent hosts, an error file), and nothing else of the toolkit's: no snapshot on
-its path, no handlers, no wrapper process. A Python program runs in this very process if that is a fork that has
-imported torch; any other program replaces it.
+It becomes the command of the run's config, which finds what torchrun would have set and nothing else of the toolkit's:
+no snapshot on its path, no handlers, no wrapper process. A Python program runs in this very process if that is a fork
+that has imported torch; any other program replaces it.
 """
 
 from __future__ import annotations
@@ -29,14 +28,6 @@ from toolkit.slurm.environment import whole_number
 from toolkit.slurm.placement import environment
 
 
-def gains_by_fork(run: RunDir) -> bool:
-    """True if ranks of ``run`` that are forked become its command sooner."""
-    try:
-        return python_command.gains_by_fork(read_command(run))
-    except ToolkitError:  # its ranks will report it
-        return False
-
-
 def read_command(run: RunDir) -> list[str]:
     """Return the command that the ranks become. Raises RequestError where none is recorded."""
     config = configs.load_config(run.config, site=False)
@@ -46,10 +37,7 @@ def read_command(run: RunDir) -> list[str]:
 
 
 def restart_words(words: Sequence[str]) -> list[str]:
-    """Return the words that a restarted command gets. ``{newest:ckpt/*.pt}`` is the newest file that matches.
-
-    Return none where no file matches: there is nothing to go on from.
-    """
+    """Return the words for a restart; none if no file matches. ``{newest:ckpt/*.pt}`` is the newest that does."""
     newest = {}
     for pattern in script_arguments.NEWEST.findall(" ".join(words)):
         paths = glob.glob(pattern, recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern

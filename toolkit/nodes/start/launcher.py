@@ -1,7 +1,8 @@
 """The interface between the supervisor and its launchers, which start an attempt's ranks and store.
 
 Every launcher puts events into the supervisor's queue: :class:`RanksExited` as soon as a rank ends badly,
-:class:`AllRanksEnded` when all have ended and their reports are in the queue. Nothing polls.
+:class:`AllRanksEnded` when all have ended and their reports are in the queue. Nothing polls. What the agents send about
+ranks goes there as they have sent it, and a report of rank 0 as its :class:`~toolkit.nodes.agent.reports.RankReport`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from toolkit.base import logs, this_node
 from toolkit.base.errors import RequestError
-from toolkit.nodes.agent.reports import Digest, RankReport
+from toolkit.nodes.agent.reports import Digest
 from toolkit.nodes.allocation import Allocation
 
 log = logs.get(__name__)
@@ -31,11 +32,7 @@ _OVER = re.compile("(?i)invalid job id|expired or invalid job")
 
 @dataclass(frozen=True)
 class RanksExited:
-    """Ranks that ended on ``host`` with another exit code than 0.
-
-    ``signal`` is the one that killed them, or None. ``with_agent``: all ranks of the node ended at once, and the node
-    may be dead.
-    """
+    """Ranks that ended badly on ``host``, by a ``signal`` or not. ``with_agent``: all of the node's; it may be dead."""
 
     ranks: tuple[int, ...]
     host: str
@@ -52,11 +49,6 @@ class RanksFinished:
     """Ranks that ended with exit code 0. srun does not report them: only agents do."""
 
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RanksSignalled:
-    """The agent of the batch host has got SIGTERM, and the ranks with it: Slurm sends it to the whole job."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +87,11 @@ class AllRanksEnded:
 
 
 @dataclass(frozen=True)
-class FirstReports:
-    """Ranks on ``host`` have reported for the first time in the attempt."""
-
-    attempt: int
-    host: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Progress:
     """The progress of the ranks on ``host``; sent once a second."""
 
     host: str
     digest: Digest
-
-
-@dataclass(frozen=True)
-class MainReport:
-    """Rank 0's report of the run, or the run's result."""
-
-    report: RankReport
 
 
 Events = SimpleQueue[Any]
@@ -204,10 +180,7 @@ def port_in(line: str) -> int | None:
 
 
 def refuse_too_many_ranks(world_size: int) -> None:
-    """Raise RequestError for more ranks than a store host on this node can serve.
-
-    Each connection of a rank is an open file of the store host.
-    """
+    """Raise RequestError for more ranks than a store host on this node has open files for, one each connection."""
     needed, limit = CONNECTIONS_A_RANK * world_size + OTHER_FILES, this_node.hard_limit()
     if needed > limit:
         raise RequestError(

@@ -1,7 +1,6 @@
-"""Runs ``python train.py`` or ``python -m train`` in a fork that has imported torch.
+"""Runs ``python train.py`` or ``python -m train`` in a fork that has imported torch, as a fresh interpreter would.
 
-The user's program must see what a fresh interpreter would show it. Two sides decide whether that is possible: the
-supervisor reads the sources (:func:`gains_by_fork`), each rank checks its own node (:func:`obstacle`).
+The supervisor reads the sources (:func:`gains_by_fork`), each rank checks its own node (:func:`obstacle`).
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class PythonCommand(NamedTuple):
 
 
 def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | None:
-    """Return how this interpreter runs ``command``.
-
-    Return None for other programs, and for options that need a new interpreter.
-    """
+    """Return how this interpreter runs ``command``; None for other programs, and options that need a new one."""
     executable = shutil.which(command[0], path=search_path)
     if executable is None or not _is_ours(executable):
         return None
@@ -90,11 +86,9 @@ def _is_ours(executable: str) -> bool:
 
 
 def gains_by_fork(command: Sequence[str]) -> bool:
-    """True if ranks that run ``command`` are better forked.
+    """True if ranks that run ``command`` are better forked: for a Python program whose own sources import torch.
 
-    They are for a Python program whose own sources import torch. They gain from the first attempt on: torch is imported
-    once for all ranks of a node. Other programs would pay for an import that they do not need: 3 s of a CPU and 400 MB
-    on each node.
+    Other programs would pay for an import that they do not need: 3 s of a CPU and 400 MB on each node.
     """
     python = parse(command, os.environ.get("PATH"))
     if python is None:
@@ -111,7 +105,7 @@ def _against_fork(python: PythonCommand) -> str | None:
         if python.is_module:
             sources.add_modules(python.target, f"{python.target}.__main__")
         else:
-            sources.add_script(Path(python.target))
+            sources.add_modules(*sources.scan(Path(python.target), package=""))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         return f"{python.target}: {error}"
     # A fork helps only if the program imports torch, and sets up nothing before that import.
@@ -126,10 +120,7 @@ def _against_fork(python: PythonCommand) -> str | None:
 
 
 class _ProgramSources:
-    """What a program's own modules import and name, found without running any.
-
-    Installed packages are not read: they cannot rely on being imported before torch.
-    """
+    """What a program's own modules import and name. Installed packages cannot rely on coming before torch."""
 
     def __init__(self, folder: str) -> None:
         installed = (f"{sys.prefix}{os.sep}", f"{sys.base_prefix}{os.sep}")
@@ -144,10 +135,6 @@ class _ProgramSources:
         self._seen: set[str] = set()
         self._bytes = 0
 
-    def add_script(self, path: Path) -> None:
-        """Add a script and what it imports. Raises OSError, SyntaxError or ValueError where that fails."""
-        self.add_modules(*self._scan(path, package=""))
-
     def add_modules(self, *names: str) -> None:
         """Add these modules, if they exist, and what they import. Raises OSError for too much source."""
         waiting = list(names)
@@ -160,10 +147,7 @@ class _ProgramSources:
                 raise OSError(f"it imports {self._bytes} bytes of sources that are not installed")
 
     def _look_into(self, name: str) -> list[str]:
-        """Return the names that ``name`` imports, and the package that holds it.
-
-        ``name`` is a module or a name within one.
-        """
+        """Return the names that a module, or a name within one, imports, and the package that holds it."""
         parts, path, spec = name.split("."), self._path, None
         # Walk down the packages. A module outside the program's folders is only noted by its top name.
         for part in parts:
@@ -177,11 +161,11 @@ class _ProgramSources:
         imported = [name.rpartition(".")[0]] if "." in name else []
         if spec is not None and str(spec.origin).endswith(".py"):
             with contextlib.suppress(ImportError, OSError, SyntaxError, ValueError):  # its importer may expect that
-                imported += self._scan(Path(str(spec.origin)), package)
+                imported += self.scan(Path(str(spec.origin)), package)
         return imported
 
-    def _scan(self, path: Path, package: str) -> list[str]:
-        """Return the names that the source imports: of modules, or of what is in them."""
+    def scan(self, path: Path, package: str) -> list[str]:
+        """Return the names that a source imports. Raises OSError, SyntaxError or ValueError."""
         imported: list[str] = []
         source = path.read_bytes()
         self._bytes += len(source)
@@ -231,8 +215,7 @@ def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
 def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run the command in this process, as a fresh interpreter with ``environ`` would.
 
-    Return, or raise what ended the program: the caller has only to end the interpreter. By then a traceback has been
-    printed, without frames of this module.
+    Return, or raise what ended the program: then only the interpreter is left to end, and a traceback has been printed.
     """
     # Set what a fresh interpreter would derive from the command and its environment.
     os.environ.clear()

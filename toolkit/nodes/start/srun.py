@@ -16,12 +16,7 @@ from typing import TypeAlias
 from toolkit.base import fsio, hostlist, logs
 from toolkit.base.process_limits import limits
 from toolkit.nodes.start.children import start_child
-from toolkit.nodes.start.launcher import (
-    LaunchFailed,
-    NodeFailed,
-    RanksExited,
-    signal_name,
-)
+from toolkit.nodes.start.launcher import LaunchFailed, NodeFailed, RanksExited, signal_name
 from toolkit.slurm.environment import step_environment
 from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
@@ -57,8 +52,7 @@ class Srun:
     def wait(self, put: Callable[[SrunEvent], None]) -> int:
         """Pass on what srun reports until it has ended; return its exit code.
 
-        srun is started again while its step is refused because of a step that has ended: a controller that was away
-        learns of that end a moment after it is back.
+        srun is started again while an ended step is in the way: a controller that was away learns of the end late.
         """
         deadline = time.monotonic() + limits().give_up_after_s
         while (refused := self._listen(put)) is not None:
@@ -110,26 +104,22 @@ _STEP_NOT_LAUNCHED = re.compile(
 )
 #: The step asks for no memory, and shares the job's: only the record of an earlier step can be in the way.
 _HELD_BY_A_STEP = re.compile("Memory required by task is not available")
-_SRUN_ENDED = re.compile(
-    r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
-)
+_SRUN_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 #: srun prints strsignal(3)'s text for the signal that ended a task.
 _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
 def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
-    """Return the failure of ranks or of a node that a line of srun reports.
+    """Return the failure that a line of srun reports; None for other lines, and for an unknown rank or node.
 
-    An example is ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for
-    lines that name only the rank or only the node, or a node by its number in the step. Return None for other lines,
-    and for a rank or node that does not exist.
+    An example is ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank.
     """
     if lost := _NODE_FAILED.match(line):
         return NodeFailed(lost["host"])
     # srun names this node only by its number in the step.
     if forgot := _NODE_FORGOT.match(line):
-        after = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
+        after = sorted(set(hosts), key=_order_of_slurm)[int(forgot["index"]) :]
         return NodeFailed(after[0]) if after else None
     # Failed launches, from slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11. ``--distribution=arbitrary`` makes
     # task numbers equal to ranks.
@@ -158,11 +148,8 @@ def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
     return RanksExited(ranks, host, how, number, now, None, out_of_memory)
 
 
-def _slurms_order(host: str) -> tuple[str, int]:
-    """Return the key by which Slurm numbers nodes, also with an arbitrary distribution.
-
-    The nodes' ranks do not matter.
-    """
+def _order_of_slurm(host: str) -> tuple[str, int]:
+    """Return the key by which Slurm numbers nodes, also with an arbitrary distribution."""
     number = re.search(r"\d*$", host)
     assert number is not None
     return host[: number.start()], int(number[0] or -1)

@@ -1,11 +1,9 @@
 """Watches the batch host from another node. Requeues the job when that host is gone.
 
-Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
-host dies stays RUNNING for ever without a supervisor. An agent that has lost the supervisor, or receives nothing from
-it, starts this process. It uses three signs. The first is the supervisor's status file, which changes twice a second.
-The second is whether the supervisor accepts a connection; slurmd would, too, on a batch host that has rebooted, and
-there it took Slurm two minutes to miss the job. The third is the job's node list, which a dead node leaves when Slurm
-has noticed.
+Only for jobs with ``--no-kill``, which would stay RUNNING for ever without a supervisor. An agent that has lost the
+supervisor, or receives nothing from it, starts this process. It uses three signs: the supervisor's status file changes
+twice a second; the supervisor accepts connections (slurmd would, too, on a batch host that has rebooted, and there it
+took Slurm two minutes to miss the job); the job's node list, which a dead node leaves when Slurm has noticed.
 
 SIGTERM does not end this process: Slurm sends one at the beginning of a preemption's grace time. When the job is over,
 this process ends by the job's state, or by Slurm's SIGKILL after KillWait.
@@ -148,10 +146,9 @@ class BatchHostWatch:
 
 
 def has_lost(row: JobRow, batch_host: str) -> bool:
-    """True if Slurm has given the batch host up.
+    """True if Slurm has given the batch host up. The job runs on.
 
-    The job then runs on. If that host comes back at once, and reports that the batch script was killed, 22.05 takes the
-    job for a failed launch and ends it.
+    If that host comes back at once, 22.05 takes the job for a failed launch and ends it.
     """
     is_here = not row.node_list or batch_host in hostlist.expand(row.node_list)
     return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
@@ -190,8 +187,8 @@ _END_SIGNALS = {signal.SIGTERM}
 def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     """Put the job back into the queue, without its batch host.
 
-    The host may only have been cut off. If it comes back and is chosen again while it still has the earlier job, it
-    refuses ("Duplicate jobid"). Slurm then drains the node and holds the job until an administrator releases it.
+    A host that was only cut off, and is chosen again while it still has the earlier job, refuses ("Duplicate jobid").
+    Slurm then drains the node and holds the job until an administrator releases it.
     """
     look = partial(_how_it_stands, watched, slurm)
     row = outages.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
@@ -225,10 +222,7 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
 
 
 def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
-    """Return how the job stands.
-
-    If its batch host came back too late, its end looks like a cancellation, but is none.
-    """
+    """Return how the job stands. If its batch host came back too late, its end only looks like a cancellation."""
     if stop_request.asked(watched.run) is Intent.CANCEL:
         return JobFate.CANCELLED
     row = slurm.show_job(watched.job_id)
@@ -270,10 +264,10 @@ PATIENT_S = 6.0
 
 
 class DeadNodes:
-    """Asks silent nodes again and again, and puts the dead ones into the queue as NodeFailed.
+    """Asks silent nodes repeatedly, and puts the dead ones into the queue as NodeFailed.
 
-    Slurm itself needs SlurmdTimeout for it, 300 s by default. Only silent nodes are asked about, and only where another
-    node could take over: a network that is away for half a minute must not end a run that would be requeued for it.
+    Slurm itself needs SlurmdTimeout for it, 300 s by default. Nodes are asked about only where another can take over: a
+    network that is away for half a minute must not end a run that would be requeued for it.
     """
 
     def __init__(self, context: Context, clock: Callable[[], float] = time.monotonic) -> None:
@@ -282,10 +276,7 @@ class DeadNodes:
         self._poller = NodePoller(self.ask, ASK_EVERY_S, clock, first=0.0)
 
     def look(self, attempt: Attempt) -> None:
-        """Have silent nodes asked about. To be called all the time, also during a kill.
-
-        A dead node never reports the end of its ranks.
-        """
+        """Have silent nodes asked about: a dead one never reports the end of its ranks. Call it all the time."""
         context = self._context
         if context.agents is None or context.job.slurm is None:
             return
@@ -324,10 +315,7 @@ class DeadNodes:
         return max(agents.last_sign(host), self._answered.get(host, 0.0))
 
     def _patience_s(self, silent: set[str]) -> float:
-        """Return how long ``silent`` must be silent to be dead.
-
-        Where too many are, or all, a switch or our own link may be away: the nodes come back without a requeue.
-        """
+        """Return after which silence nodes are dead. Of too many, or all, a switch or our own link may be away."""
         context, agents = self._context, self._context.agents
         assert agents is not None
         others = agents.heard_hosts - agents.unsure_hosts - silent - {context.allocation.hosts[0]}

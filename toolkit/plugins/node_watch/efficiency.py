@@ -38,11 +38,7 @@ _MAXIMA = ("most_cpus", "most_gpus", "most_gpu_bytes")
 def of_run(
     run: RunUsage, attempts: Sequence[AttemptRecord], has_completed: bool, at: RunProgress | None = None
 ) -> Efficiency | None:
-    """Return the efficiency of a run; None where nothing was measured.
-
-    Only what a run used that has trained says how much is enough, see :func:`has_trained`. ``at``: how far an attempt
-    is that has not ended.
-    """
+    """Return the efficiency of a run; None where nothing was measured. ``at``: how far its attempt is, if one runs."""
     if not run.jobs:
         return None
     total = together(run.jobs)
@@ -63,10 +59,7 @@ def of_run(
 
 
 def has_trained(attempts: Sequence[AttemptRecord]) -> bool:
-    """True if an attempt made a step, and the last one did not end for lack of memory.
-
-    What a run used that died while it started, or that needed more than it was given, is not enough for the next one.
-    """
+    """True if an attempt made a step, and the last one did not run out of memory: else the use says too little."""
     made_a_step = any((line.step_end or 0) > (line.step_start or 0) for line in attempts)
     return made_a_step and attempts[-1].cause != "out_of_memory"
 
@@ -82,10 +75,7 @@ def together(jobs: Sequence[JobUsage]) -> JobUsage:
 
 
 def sbatch_line(used: JobUsage, longest_s: float | None) -> str:
-    """Return how to ask for as much as was used.
-
-    ``longest_s``: the longest job of a run that has completed; inf where a job ended before the run did.
-    """
+    """Return how to ask for as much as was used. ``longest_s``: the longest job; inf where one was too short."""
     tasks = max(1, used.tasks_per_node)
     cpus = min(used.cpus_per_task, max(1, math.ceil(round(CPU_MARGIN * used.most_cpus / tasks, 2))))
     options = {"nodes": str(used.nodes), "ntasks-per-node": str(tasks), "cpus-per-task": str(cpus)}

@@ -1,13 +1,8 @@
 """Finds out which rank of a run that hangs the others wait for, and what it does.
 
-In a hang the ranks write their stacks and are killed. Reading the stacks needs only what :mod:`toolkit.hang` has
-prepared in each rank. So it works also on a rank that never reached the process group, and on all except those that are
-stopped or whose node is gone. The stacks are read on the ranks' own nodes, see :mod:`.stack_digest`.
-
-The collectives that ranks have called, as torch's flight recorder has written them, and the first that differs.
-
-The stacks of a hang show where the ranks wait in the end. A call that only some ranks make may have paired up with
-another call of the rest many calls before, so its line is found only by what was recorded.
+In a hang the ranks write their stacks (:mod:`toolkit.hang`), which their nodes read (:mod:`.stack_digest`). A call that
+only some ranks make may have paired up with another call of the rest many calls before: its line is found by the
+collectives that torch's flight recorder has written.
 """
 
 from __future__ import annotations
@@ -86,10 +81,7 @@ class Investigation:
         return 0.0 if self._silence is None else self._silence.still_s
 
     def close(self) -> None:
-        """End the watch of a script.
-
-        In an attempt that failed it names the silent ranks: others may have waited for them, in NCCL until it gave up.
-        """
+        """End the watch of a script. After a failure log the silent ranks: others may have waited for them."""
         if self._silence is None:
             return
         silent = self._silence.standings()
@@ -162,10 +154,10 @@ class Investigation:
 
 
 class SilentRanks:
-    """What the nodes tell of the ranks of a script that reports nothing, see :mod:`.silent_scripts`.
+    """What the nodes report of the ranks of a script that reports nothing, see :mod:`.silent_scripts`.
 
-    The run hangs when *all* ranks are silent for the bound, since a silent one may wait for another that works. So
-    ranks that wait in NCCL, which keeps a core or the GPU busy, hide a hang.
+    The run hangs when *all* ranks are silent: a silent one may wait for another that works. So ranks that wait in NCCL,
+    which keeps a core or the GPU busy, hide a hang.
     """
 
     def __init__(self, ranks: int, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -230,8 +222,7 @@ def look(
     """Return what the ranks do, by their stacks, which they are asked for.
 
     ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
-    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`. Takes at most ``stacks_s``
-    and ``LATE_S``, and ``OUTSIDE_S`` where the stacks are read from outside.
+    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`.
     """
     wait_s = limits().stacks_s + LATE_S + (OUTSIDE_S if how.get("outside") else 0.0)
     heard = agents.ask(_orders(run, attempt, standings, **how), wait_s)
@@ -347,10 +338,9 @@ def _format(stack: Stack) -> str:
 def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int], str]:
     """Return the ranks that the others wait for, and one line about all ranks.
 
-    The line says what they and the others do. ``RankGroup.place`` tells which ranks are behind. Where all wait in
-    collectives, those in another one than most are named, or at another line. If a rank is known to have made an
-    ``odd`` call, its group is named. No rank is named where the one that is waited for may be among those whose stacks
-    could not be read. ``groups`` are merged, see :mod:`stack_digest`.
+    Where all wait in collectives, those in another one than most are named, or at another line, or else the group with
+    the ``odd`` call. No rank is named where the one that is waited for may be among those whose stacks could not be
+    read. ``groups`` are merged, see :mod:`stack_digest`.
     """
     if not groups:
         return [], "every rank has ended, but not what started them"
@@ -448,10 +438,9 @@ def calls_of(folder: Path, rank: int) -> dict[str, dict[int, Call]]:
 def first_difference(
     recorded: Mapping[int, Mapping[str, Mapping[int, Call]]], weights: Mapping[int, int]
 ) -> tuple[int | None, str]:
-    """Return the rank whose call is the odd one, None if any may be, and a line about the calls.
+    """Return the rank whose call is the odd one, None if any may be, and a line about the calls, or an empty one.
 
-    ``recorded`` is what :func:`calls_of` returns, by rank; a rank stands for as many as its weight. The line is empty
-    where all have made the same calls, as far as each has come.
+    ``recorded`` is what :func:`calls_of` returns, by rank; a rank stands for as many as its weight.
     """
     for group in dict.fromkeys(name for groups in recorded.values() for name in groups):
         sides = {rank: groups[group] for rank, groups in recorded.items() if group in groups}

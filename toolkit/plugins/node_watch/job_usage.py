@@ -60,8 +60,7 @@ class JobUsageRecorder:
     ) -> JobUsage | None:
         """Return what the job has used so far; None before the first sample. ``row`` is the job in Slurm.
 
-        A GPU that no rank uses is named in the log, once in each attempt. The result is computed anew every
-        ``LOOK_EVERY_S``, and in the ``is_last`` call of an attempt.
+        A GPU that no rank uses is logged once in each attempt. The result is computed anew every ``LOOK_EVERY_S``.
         """
         now = time.monotonic()
         if not messages or (now < self._look_at and not is_last):
@@ -151,10 +150,9 @@ def sum_up(samples: Samples, asked: JobUsage) -> JobUsage:
 
 
 def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
-    """Return the GPUs of the attempt that have been idle since it began.
+    """Return the GPUs that have been idle since the attempt began, ``UNUSED_AFTER_S`` or longer.
 
-    They have been idle for ``UNUSED_AFTER_S`` or longer. Durations are compared, so the clocks of the nodes need not
-    agree.
+    Durations are compared, so the clocks of the nodes need not agree.
     """
     age_s = time.time() - attempt.started
     return [
@@ -167,10 +165,7 @@ def unused_gpus(samples: Samples, attempt: Attempt) -> list[str]:
 
 
 def slow_links(newest: Mapping[str, NodeUsage]) -> dict[str, str]:
-    """Return the nodes with a GPU whose PCIe link is unusually slow for its model.
-
-    Only GPUs that have worked are compared: an idle one may lower its link's speed. Each node comes with the reason.
-    """
+    """Return the reason by node whose GPU has a slow PCIe link for its model. Idle ones may lower it."""
     by_model = defaultdict[str, dict[tuple[str, int], tuple[int, int]]](dict)
     for host, usage in newest.items():
         for gpu in usage.gpus:

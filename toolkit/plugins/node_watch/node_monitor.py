@@ -40,7 +40,7 @@ class MonitorProcess:
         self._silence = 0  #: heartbeats since its last line
 
     def at_heartbeat(self) -> dict[str, Any] | None:
-        """Start the monitor when it is due, and report one that hangs. Return the newest sample that was not taken.
+        """Start the monitor when it is due, report one that hangs, and return the newest sample that was not taken.
 
         Heartbeats are counted, not time: a suspended job stops both processes.
         """

@@ -101,10 +101,7 @@ class _Event(Structure):
 
 
 class Nvml:
-    """NVIDIA's GPUs: :class:`toolkit.devices.on_node.Gpus`.
-
-    ``visible`` is the value of CUDA_VISIBLE_DEVICES: other GPUs are another job's.
-    """
+    """NVIDIA's GPUs that CUDA_VISIBLE_DEVICES names, as :class:`toolkit.devices.on_node.Gpus`."""
 
     cannot_tell = ""
 

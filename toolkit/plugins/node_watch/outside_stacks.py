@@ -1,9 +1,8 @@
-"""Reads the Python stacks of ranks whose script does not write them itself.
+"""Reads the Python stacks of ranks whose script does not write them itself, in the format of :mod:`toolkit.hang`.
 
 py-spy reads them without disturbing the process, where it is installed and the system permits it. Else, in an attempt
 that is to end, the process gets SIGABRT, which kills it: ``PYTHONFAULTHANDLER``, which `toolkit exec` sets, has Python
-write its stacks before. The file holds what the kernel reports of each process in any case. Its format is that of
-:mod:`toolkit.hang`.
+write its stacks before.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _LAUNCHERS = ("/subprocess.py", "/torch/distributed/elastic/")
 
 
 def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]], *, may_end: bool) -> None:
-    """Write the stacks of each rank's processes, which are given oldest first.
-
-    ``may_end``: those that py-spy cannot read are ended for their stacks.
-    """
+    """Write the stacks of each rank's processes, oldest first. ``may_end``: those that py-spy cannot read are ended."""
 
     def write_one(rank: int) -> None:
         pids = ranks[rank]
@@ -72,10 +68,7 @@ def _pythons(pids: Sequence[int]) -> list[int]:
 
 
 def _notes(pids: Sequence[int]) -> str:
-    """Return name and state of each process, and the kernel function it waits in.
-
-    Arguments may hold a password: they are left out.
-    """
+    """Return name, state and kernel function of each process. Arguments, which may hold a password, are left out."""
     notes = ""
     for pid in pids:
         words: list[str] = []
@@ -158,8 +151,8 @@ def from_py_spy(text: str) -> str:
 def _abort(pid: int, log: Path) -> str:
     """Kill a process that SIGSTOP holds. Return the stacks that Python writes at SIGABRT, empty if it writes none.
 
-    It writes to its standard error: a file of its own, the rank's ``log``, or a pipe to a process that writes the log.
-    If that cannot be opened, the process goes on.
+    Its standard error is a file, the rank's ``log``, or a pipe to what writes the log. If that cannot be opened, it
+    continues.
     """
     # Forbid a core dump: the cores of all ranks, with all their memory, would fill a disk.
     with contextlib.suppress(OSError, ValueError):

@@ -1,9 +1,8 @@
 """Watches one node while ranks work: a child of the node's agent, see :mod:`toolkit.plugins.node_watch.node_monitor`.
 
 It prints lines of JSON: ``{"usage": ...}`` at each sample of what the job uses, ``{"sick": "..."}`` for each problem of
-the node, once. A problem either stays (memory that has failed) or has lasted for minutes, because every node is hot now
-and then. It is a process of its own because a faulty disk or driver lets a reader wait for ever, and the agent must not
-wait. It needs only Python's standard library, and starts without the site's packages.
+the node, once. A problem either stays or has lasted for minutes, because every node is hot now and then. It is a
+process of its own because a faulty disk or driver lets a reader wait for ever. It starts without the site's packages.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ FIRST_LOOK_S = 10.0
 
 
 def wait_s(number: int, cost_s: float, elapsed_s: float) -> float:
-    """Return the seconds from sample ``number``, counted from 0, to the next.
-
-    All samples so far have taken ``cost_s`` on a processor, within ``elapsed_s``.
-    """
+    """Return the seconds from sample ``number``, from 0, to the next. All took ``cost_s`` of ``elapsed_s``."""
     usual_s = min(FIRST_SAMPLE_S * 2.0 ** min(number, 9), SAMPLE_EVERY_S)
     return min(max(usual_s, cost_s / MOST_COST - CREDIT_S - elapsed_s), RAREST_SAMPLE_S)
 
@@ -83,10 +79,7 @@ LEAST_FREE_BYTES = 16 << 20
 
 
 class Sickness:
-    """What is wrong with this node, found look by look.
-
-    ``root`` is the folder in which ``sys`` and ``tmp`` lie, ``gpus`` tells of the GPUs, if there are any.
-    """
+    """What is wrong with this node, found look by look. ``root`` is the folder in which ``sys`` and ``tmp`` lie."""
 
     def __init__(self, root: Path = Path("/"), gpus: Gpus | None = None) -> None:
         self._root, self._gpus = root, gpus
@@ -117,10 +110,7 @@ class Sickness:
         return new
 
     def _memory(self) -> Iterator[str]:
-        """Yield uncorrected memory errors; corrected ones are harmless.
-
-        Source: Linux, Documentation/driver-api/edac.rst.
-        """
+        """Yield uncorrected memory errors: Linux, Documentation/driver-api/edac.rst."""
         for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
             if self._has_risen(str(file), number_in(file)):
                 yield f"uncorrected memory errors ({file.parent.name} of EDAC)"

@@ -1,19 +1,17 @@
 """Watches the ranks of a script that reports nothing, from outside, by /proc and by what the GPUs' driver tells.
 
-The agent of each node starts it when it is asked to, see :mod:`.node_monitor`. It is no part of the monitor, which a
-faulty driver may stop, and needs only Python's own library. A rank is all processes that began with
-its mark in their environment, and all that these have started. A rank is silent while, from one look to the next,
+The agent of each node starts it when it is asked to, see :mod:`.node_monitor`. It is not part of the monitor, which a
+faulty driver may stop. A rank is all processes that began with its mark in their environment, and all that these have
+started. A rank is silent while, from one look to the next,
 
 * its processes are the same,
 * they used less than ``IDLE_SHARE`` of one core: libraries have threads that wake up now and then,
 * they read and wrote nothing (files, pipes, output, most sockets) and fetched no page from a disk,
 * and no GPU of this node was in use.
 
-torchrun itself does a little of this all the time, so only what it starts counts.
-
-Changes are printed on stdout, in lines of JSON: ``{"rank": 3, "state": "silent", "still_s": 301.5}`` once a rank has
-been silent for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where the activity of its processes
-cannot be seen from here.
+torchrun itself does a little of this all the time, so only what it starts counts. Changes are printed in lines of JSON:
+``{"rank": 3, "state": "silent", "still_s": 301.5}`` once a rank has been silent for the whole bound, then ``moving``
+again, ``ended``, or ``hidden`` where the activity of its processes cannot be seen from here.
 """
 
 from __future__ import annotations

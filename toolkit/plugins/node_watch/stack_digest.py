@@ -1,13 +1,12 @@
-"""``python -m toolkit.plugins.node_watch.stack_digest``: what one node's ranks wait for in a hang.
+"""``python -m toolkit.plugins.node_watch.stack_digest``: what one node's ranks wait for in a hang, by their stacks.
 
-The answer follows from their stacks. The agent starts this program: a file server that does not answer blocks only
-this process. It reads the agent's order, a :class:`~toolkit.nodes.agent.messages.StacksOrder`.
-It writes groups, also as JSON. Ranks of which the same is known form one :class:`RankGroup`, so the message to the
-supervisor is short also for many ranks.
+The agent starts this program: a file server that does not answer blocks only this process. It reads the agent's order,
+a :class:`~toolkit.nodes.agent.messages.StacksOrder`, and writes groups, both as JSON. Ranks of which the same is known
+form one :class:`RankGroup`, so the message to the supervisor is short also for many ranks.
 
-``whole`` adds the stacks: only ranks with equal stacks form a group. ``outside`` first reads the stacks
-of scripts that do not write them, and ends no process; ``may_end`` ends those that cannot be read otherwise.
-``remove`` only removes what the ranks have written so far.
+``whole`` adds the stacks: only ranks with equal stacks form a group. ``outside`` first reads the stacks of scripts that
+do not write them, and ends no process; ``may_end`` ends those that cannot be read otherwise. ``remove`` only removes
+what the ranks have written so far.
 """
 
 from __future__ import annotations
@@ -40,12 +39,10 @@ UNANSWERED_S = 1.0
 
 
 def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | None]:
-    """Return the main thread's stack of each rank whose file could be read in time.
+    """Return the main thread's stack of each rank whose file could be read in time, ``stacks_s``.
 
     None: there is no file, so the rank has not started. Empty: it does not answer. A rank that is left out is unknown:
     there was no time to read its file, or it was read so early that an answer may have come later.
-
-    Takes at most ``stacks_s``. Ends as soon as all have answered except those that have been silent before.
     """
     by_rank: dict[int, Stack | None] = {}
     reader = threading.Thread(target=_read, args=[folder, standings, by_rank], daemon=True)  # a read may hang for ever
@@ -105,8 +102,8 @@ WAITS = {
 def awaits(stack: Stack) -> str | None:
     """Return what the rank waits for with others, such as ``in all_reduce``. None: it does something itself.
 
-    DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
-    Before a forward pass it exchanges buffers, and once the layout of its buckets.
+    DDP's all-reduces run beneath the backward pass. Before a forward pass it exchanges buffers, and once the layout of
+    its buckets.
     """
     if stack and stack[0].name == "_engine_run_backward":
         return "in all_reduce"

@@ -1,7 +1,7 @@
 """Samples what a job uses on one node: processors, memory, disk, network, GPUs.
 
-Memory is what the job holds for itself: anonymous and shared pages, not the page cache. The kernel's count for the
-job's control group is taken where there is one, else that of its processes.
+Memory is what the job holds for itself: anonymous and shared pages, not the page cache. It is the kernel's count for
+the job's control group where there is one, else that of its processes.
 """
 
 from __future__ import annotations
@@ -79,11 +79,10 @@ class _Totals(NamedTuple):
 
 
 class JobProcesses:
-    """Finds the job's processes on this node: those of the agent and of srun's tasks.
+    """Finds the job's processes on this node: the agent, the tasks of srun, and what descends from them.
 
-    A root is the agent or a task that srun has started; its descendants are the job's as well. A task is known by the
-    job and the node in its environment. Other processes are looked at once, so the cost of a look depends on the number
-    of the job's processes only.
+    A task is known by the job and the node in its environment. Other processes are looked at once, so the cost of a
+    look depends on the number of the job's processes only.
     """
 
     def __init__(self, agent: int, environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
@@ -196,10 +195,7 @@ class JobProcesses:
 
 
 def group_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return the memory of the job's control group, and its shared part. None if the job has no group of its own.
-
-    The job's group is above the one of our step. ``root`` is the folder in which ``proc`` and ``sys`` lie.
-    """
+    """Return the memory of the job's control group, above our step's, and its shared part; None if it has no group."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -151,10 +151,7 @@ class Gate:
             log.warning("rank %d left while an agreement was open; the other ranks may wait for it", self._rank)
 
     def _await_decision(self, n: int) -> str | None:
-        """Act for ``boundary`` while the gate is closed.
-
-        Wait for the decision, and hand out its kind when its step is reached.
-        """
+        """Wait while the gate is closed, and hand out the kind when the agreed step is reached."""
         self._decided.wait()
         if self._failure is not None:
             raise ToolkitError(
@@ -230,10 +227,7 @@ class Gate:
         self._closed = True
 
     def _tidy(self, store: Transport, keys: Round) -> None:
-        """Delete this rank's keys.
-
-        An acknowledgement left after a decision means that the rank has not reached the boundary.
-        """
+        """Delete this rank's keys: an acknowledgement left after a decision means that it is not at the boundary."""
         self._handed_out.clear()  # a close() that this undoes is seen at the start of the next round
         store.delete(keys.ack(self._rank))
         store.delete(keys.call(self._rank))
@@ -243,10 +237,7 @@ class Gate:
         acknowledge(store, keys, self._world_size, self._rank, Ack(self._started, left))
 
     def _fail(self, error: Exception) -> None:
-        """Note that the store is gone.
-
-        The main thread learns it at the next boundary instead of waiting for a decision.
-        """
+        """Note that the store is gone. The main thread learns it at the next boundary instead of waiting."""
         log.log(logging.DEBUG if self._leaving else logging.WARNING, "the agreement's store is gone: %s", error)
         self._failure = error
         self._closed = True
@@ -255,10 +246,7 @@ class Gate:
     # --------------------------------------------------------------------------------------- the proposer thread
 
     def _propose(self, store: Transport) -> None:
-        """Propose what is asked for and watch the time until it is handed out.
-
-        At the end, wake the watcher so that it leaves.
-        """
+        """Propose what is asked for and watch the time until it is handed out. At the end, wake the watcher."""
         waiting: list[_Asked] = []
         while True:
             with contextlib.suppress(queue.Empty):

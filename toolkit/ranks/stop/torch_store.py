@@ -20,10 +20,7 @@ _TEXT_BYTES = 9
 
 
 def in_pieces(items: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield keys and values in the order given, in pieces of at most ``MESSAGE_BYTES``.
-
-    A longer item is a piece of its own. To ask for keys, give empty values.
-    """
+    """Yield keys and values in pieces of at most ``MESSAGE_BYTES``, a longer item alone. For keys give empty values."""
     piece: dict[str, str] = {}
     size = 0
     for key, value in items:
@@ -80,8 +77,5 @@ class StoreTransport:
 
 
 def connector(store: Store) -> Callable[[], StoreTransport]:
-    """Return a function that makes clients of ``store``'s store, as :class:`~toolkit.ranks.stop.gate.Gate` takes it.
-
-    Each client has its own connection.
-    """
+    """Return what makes clients of ``store``'s store, each with its own connection."""
     return lambda: StoreTransport(older_torch.clone(store))

@@ -23,20 +23,17 @@ from toolkit.base.process_limits import limits
 from toolkit.files import records
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.hang import Watchdog
-from toolkit.nodes.agent.messages import ConnectionsAnswered, RankActivity
+from toolkit.nodes.agent.messages import AgentSignalled, ConnectionsAnswered, RankActivity, RanksReporting
 from toolkit.nodes.agent.reports import Digest, RankReport
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
-    FirstReports,
     Launcher,
     LaunchFailed,
-    MainReport,
     NodeFailed,
     Progress,
     RanksExited,
     RanksFinished,
-    RanksSignalled,
     RunningRanks,
     Store,
     StoreHostEnded,
@@ -196,9 +193,9 @@ class AttemptLoop:
         attempt = self._attempt
         match event:
             # What the ranks report.
-            case MainReport(report):
-                self._take_report(report)
-            case FirstReports(number, host, ranks) if number == attempt.number:
+            case RankReport():
+                self._take_report(event)
+            case RanksReporting(number, host, ranks) if number == attempt.number:
                 attempt.note_heard(host, ranks)
             case Progress(host, digest) if digest.attempt == attempt.number:
                 self._hangs.hear(host, digest)
@@ -226,7 +223,7 @@ class AttemptLoop:
             case NodeAnswered(host, ConnectionsAnswered(addresses=addresses)):
                 for address in addresses:
                     note_cut_link(self._context, attempt, host, address)
-            case RanksSignalled():
+            case AgentSignalled():
                 self.stops.take_ranks_signal()
             case Signalled(number):
                 self.stops.take_signal(number)
