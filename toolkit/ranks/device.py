@@ -117,9 +117,7 @@ def _lack_of_gpus(backend: str, gpus: int) -> str:
     )
 
 
-def choose_device(
-    store: dist.Store, backend: str, local_rank: int, local_world_size: int, tasks_per_gpu: int = 1
-) -> torch.device:
+def choose_device(store: dist.Store, backend: str, local_rank: int, tasks_per_gpu: int = 1) -> torch.device:
     """Return the rank's device and make it current. All ranks of a node call it.
 
     It is the GPU of the local rank, or that of ``tasks_per_gpu`` neighbouring ones. Where Slurm lets a rank see some of
@@ -129,7 +127,7 @@ def choose_device(
     visible = accelerator.count()
     if not visible:
         return torch.device("cpu")
-    index = local_rank
+    index, local_world_size = local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local_world_size > 1:
         index = turn(store, local_rank, local_world_size, accelerator.identities(visible))
     index //= tasks_per_gpu

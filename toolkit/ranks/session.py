@@ -12,7 +12,6 @@ How the ranks of one launch find each other's store:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -63,9 +62,8 @@ class StartUp:
     def __init__(self) -> None:
         self._mark = time.monotonic()
         # How long ago this process was started or forked, to 10 ms; 0 where the kernel does not tell.
-        stat, age_s = procfs.read("self"), 0.0
-        if stat is not None:
-            age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_s)
+        stat = procfs.read("self")
+        age_s = 0.0 if stat is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_s)
         self.parts = {"program": round(age_s, 3)}
 
     def end(self, part: str) -> None:
@@ -177,9 +175,9 @@ def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> I
         if brought := backend_of_plugin(config.backend):
             stack.push(brought.finalize)
             key = partial(brought.launch_key, rank, world_size)
-        store = open_store(rank, world_size, timeout, _rendezvous_dir(), key)
+        store = open_store(rank, world_size, timeout, rundir.runs_root() / RENDEZVOUS, key)
         agree(store, rank, world_size, backend, gpus)
-        device = choose_device(store, backend, local_rank, _local_world_size(), tasks_per_gpu)
+        device = choose_device(store, backend, local_rank, tasks_per_gpu)
         dist.init_process_group(
             backend,
             store=store,
@@ -188,7 +186,6 @@ def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> I
             timeout=timeout,
             device_id=device if is_of_devices(backend) else None,
         )
-        # Pushed before the session, so closed after it.
         stack.push(partial(_close_process_group, rank))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         yield stack.enter_context(_session(place, device, store, timeout, start_up))
@@ -200,9 +197,9 @@ def open_beside(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> It
     start_up = StartUp()
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
-    store = open_store(rank, world_size, timeout, _rendezvous_dir())
+    store = open_store(rank, world_size, timeout, rundir.runs_root() / RENDEZVOUS)
     agree(store, rank, world_size, choose_backend("auto", tasks_per_gpu), gpus)
-    device = choose_device(store, "gloo", local_rank, _local_world_size(), tasks_per_gpu)
+    device = choose_device(store, "gloo", local_rank, tasks_per_gpu)
     with _session(place, device, store, timeout, start_up) as session:
         yield session
 
@@ -242,21 +239,9 @@ def _owns_run(run: rundir.RunDir) -> bool:
 
 
 def _place() -> tuple[int, int, int]:
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _PLACE)
-    return rank, world_size, local_rank
-
-
-def _local_world_size() -> int:
-    """Return the number of ranks on this node; 1 under a launcher that does not tell."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-#: Variables of a rank's place, with the values of a rank that is alone.
-_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-
-
-def _rendezvous_dir() -> Path:
-    return rundir.runs_root() / ".rendezvous"
+    """Return rank, world size and local rank; without a launcher those of a rank that is alone."""
+    get = os.environ.get
+    return int(get("RANK", "0")), int(get("WORLD_SIZE", "1")), int(get("LOCAL_RANK", "0"))
 
 
 def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
@@ -317,18 +302,17 @@ def _close_process_group(rank: int, kind: object, error: BaseException | None, t
 
 
 LAUNCH_KEY_VARIABLE = "TOOLKIT_LAUNCH_KEY"
+#: The folder of the rendezvous files in that of the runs.
+RENDEZVOUS = ".rendezvous"
 #: Key of the launch's random text in its store. The rendezvous file holds the same text.
 NONCE_KEY = "toolkit/nonce"
 #: Seconds between two reads of the rendezvous file.
 RETRY_S = 0.2
 
 
-#: The rendezvous file: where rank 0's store listens.
-
-
 @dataclass(frozen=True)
 class _StoreAddress(JsonRecord):
-    """Where rank 0 serves the store."""
+    """The rendezvous file: where rank 0 serves the store."""
 
     host: str
     port: int
@@ -344,7 +328,16 @@ def open_store(
     gives this launch, or else ``own_key()``. Raises ToolkitError when rank 0 cannot be found within ``timeout``.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return store_of_environment(rank, world_size, timeout)
+        has_host = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 hosts the store
+        return TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size,
+            is_master=rank == 0 and not has_host,
+            timeout=timeout,
+            wait_for_workers=not has_host,
+            multi_tenant=True,  # a library in this process may host its store there too: they share the server
+        )
     if world_size == 1:
         return _served("127.0.0.1", 1, timeout)
     key = os.environ.get(LAUNCH_KEY_VARIABLE) or (own_key() if own_key is not None else None)
@@ -359,21 +352,6 @@ def open_store(
     if rank == 0:
         return _host(path, world_size, timeout)
     return _join(path, rank, timeout)
-
-
-def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a new client of the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 hosts it if no agent does."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0 and not agent,
-        timeout=timeout,
-        wait_for_workers=not agent,
-        multi_tenant=True,  # a library in this process may host its store there too: they share the server
-    )
 
 
 def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
@@ -398,23 +376,18 @@ def _join(path: Path, rank: int, timeout: timedelta) -> Store:
     while time.monotonic() < deadline:
         written = records.read_or_none(path, _StoreAddress)
         if written is not None:
-            with contextlib.suppress(RuntimeError, OSError, OverflowError):  # refused: the port of an older launch
-                store = _connect(written, timeout)
-                store.set(f"toolkit/joined/{rank}", "1")
-                return store
+            with suppress(RuntimeError, OSError, OverflowError):  # refused: the port of an older launch
+                host, port = written.host, written.port
+                socket.create_connection((host, port), timeout=5).close()  # TCPStore would retry for the whole timeout
+                store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+                if store.get(NONCE_KEY).decode() == written.nonce:  # else another launch's store
+                    store.set(f"toolkit/joined/{rank}", "1")
+                    return store
         time.sleep(RETRY_S)
     raise ToolkitError(
         f"rank {rank}: rank 0 has not written {path} within {timeout.total_seconds():.0f} s; is the folder shared by "
         "all nodes (another one: set TOOLKIT_RUNS), and does rank 0 run?"
     )
-
-
-def _connect(at: _StoreAddress, timeout: timedelta) -> Store:
-    socket.create_connection((at.host, at.port), timeout=5).close()  # TCPStore itself would retry for the whole timeout
-    store = TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
-    if store.get(NONCE_KEY).decode() != at.nonce:
-        raise OSError("another launch's store")
-    return store
 
 
 def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:

@@ -202,9 +202,10 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_over_nccl_alone(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(accelerator, "identities", lambda count: ["a", "b"])
-    chosen = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "gloo", rank, 3).index)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    chosen = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "gloo", rank).index)
     assert chosen == [0, 1, 0]
-    said = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "nccl", rank, 3).index)
+    said = on_ranks(store, 3, lambda store, rank: device.choose_device(store, "nccl", rank).index)
     assert said[:2] == [0, 1]
     assert "local rank 2 of 3" in said[2]
     assert "--gpu-bind" in said[2]
@@ -227,7 +228,8 @@ def test_neighbouring_ranks_share_a_gpu_over_gloo(
     monkeypatch.setattr(accelerator, "identities", lambda count: visible)
     each = 4 // len(visible)
     assert (device.choose_backend("auto"), device.choose_backend("auto", each)) == ("nccl", "gloo")
-    found = on_ranks(store, 4, lambda store, rank: device.choose_device(store, "gloo", rank, 4, each).index)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = on_ranks(store, 4, lambda store, rank: device.choose_device(store, "gloo", rank, each).index)
     assert found == chosen
 
 

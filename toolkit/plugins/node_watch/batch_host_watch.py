@@ -117,13 +117,13 @@ class BatchHostWatch:
     def _problem_by_silence(self) -> str | None:
         if self._clock() - self._changed < SILENT_S:
             return None
-        host = self._watched.batch_host
         # The file system may hide the status of a supervisor that lives: ask the supervisor itself.
         does_answer = self._answers(self._watched.address, self._watched.port)
         self._unanswered = 0 if does_answer else self._unanswered + 1
         if self._unanswered < LOOKS:
             return None
         silent_s = self._clock() - self._changed
+        host = self._watched.batch_host
         return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
 
     def _problem_by_slurm(self) -> str | None:
@@ -233,15 +233,9 @@ def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
 
 def command(run: RunDir, job: Allocation, address: str, port: int) -> list[str]:
     """Return the command that an agent starts. This process, the supervisor, listens at ``address`` and ``port``."""
-    numbers = [job.job_id, job.restart_count, job.hosts[0], address, port, os.getpid(), len(job.hosts)]
-    return [
-        sys.executable,
-        "-P",
-        "-m",
-        "toolkit.plugins.node_watch.batch_host_watch",
-        str(run.path),
-        *map(str, numbers),
-    ]
+    module = [sys.executable, "-P", "-m", "toolkit.plugins.node_watch.batch_host_watch"]
+    watched = [run.path, job.job_id, job.restart_count, job.hosts[0], address, port, os.getpid(), len(job.hosts)]
+    return [*module, *map(str, watched)]
 
 
 def main() -> None:

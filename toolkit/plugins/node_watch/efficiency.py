@@ -108,18 +108,14 @@ def lines(efficiency: Efficiency | None) -> list[str]:
         f"disk: read {size_text(used.read_bytes)}, wrote {size_text(used.written_bytes)}; network of the nodes: "
         f"in {size_text(used.received_bytes)}, out {size_text(used.sent_bytes)}"
     )
-    # Energy and cost are each left out where they are not known.
     bill = []
     if used.energy_j:
         bill.append(f"energy of the GPUs: {used.energy_j / 3.6e6:.3g} kWh")
     if efficiency.cost is not None and efficiency.idle_cost is not None:
         money = f"{efficiency.cost:.2f} {efficiency.currency or ''}".rstrip()
         bill.append(f"cost: {money}, {_share(efficiency.idle_cost, efficiency.cost)} of it for what was idle")
-    return [*table, traffic, *(["; ".join(bill)] if bill else []), *_advice(efficiency)]
-
-
-def _advice(efficiency: Efficiency) -> list[str]:
-    return [] if efficiency.sbatch is None else ["enough would have been:", f"    {efficiency.sbatch}"]
+    advice = [] if efficiency.sbatch is None else ["enough would have been:", f"    {efficiency.sbatch}"]
+    return [*table, traffic, *(["; ".join(bill)] if bill else []), *advice]
 
 
 def rows(used: JobUsage) -> list[Row]:
@@ -129,35 +125,22 @@ def rows(used: JobUsage) -> list[Row]:
     # The measured peak leaves out start-up, most of a short run: a node's average, which has it, may be higher.
     peak = max(used.most_cpus, average / max(1, used.nodes))
     idle_h = max(0.0, used.cpu_held_s - used.cpu_s) / 3600
+    nodes = f"on {used.nodes} node{'s' * (used.nodes > 1)}"
+    idle = f"{_share(used.cpu_held_s - used.cpu_s, used.cpu_held_s)} ({idle_h:.1f} CPU h)"
     found: list[Row] = [
-        (
-            "CPUs",
-            f"{used.cpus} on {used.nodes} node{'s' * (used.nodes > 1)}",
-            f"{average:.1f} on average, {peak:.1f} at a node's peak",
-            f"{_share(used.cpu_held_s - used.cpu_s, used.cpu_held_s)} ({idle_h:.1f} CPU h)",
-        )
+        ("CPUs", f"{used.cpus} {nodes}", f"{average:.1f} on average, {peak:.1f} at a node's peak", idle)
     ]
-    asked = used.memory_bytes
-    spare = 0 if asked is None else max(0, asked - used.most_bytes)
-    found.append(
-        (
-            "memory",
-            "no limit" if asked is None else f"{size_text(asked)} a node",
-            f"{size_text(used.most_bytes)} at most, on {used.most_bytes_host}",
-            "" if asked is None else f"{_share(spare, asked)} ({size_text(spare)})",
-        )
-    )
+    most, asked = f"{size_text(used.most_bytes)} at most, on {used.most_bytes_host}", used.memory_bytes
+    if asked is None:
+        found.append(("memory", "no limit", most, ""))
+    else:
+        spare = max(0, asked - used.most_bytes)
+        found.append(("memory", f"{size_text(asked)} a node", most, f"{_share(spare, asked)} ({size_text(spare)})"))
     if used.gpu_held_s:
-        count = used.gpus_per_node * used.nodes
         idle_h = max(0.0, used.gpu_held_s - used.gpu_s) / 3600
-        found.append(
-            (
-                "GPUs",
-                f"{count} on {used.nodes} node{'s' * (used.nodes > 1)}",
-                f"{_share(used.gpu_s, used.gpu_held_s)} busy, {size_text(used.most_gpu_bytes)} at most",
-                f"{_share(used.gpu_held_s - used.gpu_s, used.gpu_held_s)} ({idle_h:.1f} GPU h)",
-            )
-        )
+        busy = f"{_share(used.gpu_s, used.gpu_held_s)} busy, {size_text(used.most_gpu_bytes)} at most"
+        idle = f"{_share(used.gpu_held_s - used.gpu_s, used.gpu_held_s)} ({idle_h:.1f} GPU h)"
+        found.append(("GPUs", f"{used.gpus_per_node * used.nodes} {nodes}", busy, idle))
     limit = "no limit" if used.time_limit_s is None else in_units(used.time_limit_s)
     found.append(("time", limit, in_units(used.wall_s), ""))
     return found

@@ -113,9 +113,8 @@ class Investigation:
     def _answer(self, request_id: str, reports: Watchdog | None) -> None:
         attempt, run = self._attempt, self._context.run
         try:
-            groups = tuple(
-                StackGroup(group.ranks, group.doing, group.still_s, group.stack) for group in self.read_stacks(reports)
-            )
+            found = self.read_stacks(reports)
+            groups = tuple(StackGroup(each.ranks, each.doing, each.still_s, each.stack) for each in found)
             answer = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
             stop_request.answer(run, request_id, answer)
         except Exception as error:  # the run goes on without the stacks
@@ -136,7 +135,8 @@ class Investigation:
     def _have_stacks_written(self, ranks: Mapping[str, Sequence[Standing]]) -> None:
         """Have ranks that report write their stacks. Old ones are removed before, or they would pass for new."""
         if self._has_old_stacks and self._context.agents is not None:
-            remove_old(self._context.agents, self._context.run, self._attempt.number, ranks)
+            orders = _orders(self._context.run, self._attempt.number, ranks, remove=True)
+            self._context.agents.ask(orders, LATE_S)
         self._has_old_stacks = True
         self._ranks.kill(hang.ASK)
 
@@ -195,10 +195,8 @@ class SilentRanks:
     def standings(self) -> list[Standing]:
         """Return how long each silent rank has been silent."""
         now = self._clock()
-        return [
-            Standing(rank, silent_scripts.SILENT, None, now - since, False)
-            for rank, since in sorted(self._silent.items())
-        ]
+        silent = sorted(self._silent.items())
+        return [Standing(rank, silent_scripts.SILENT, None, now - since, False) for rank, since in silent]
 
 
 #: Reads and digests the stacks of a node.
@@ -243,11 +241,6 @@ def look(
     return stack_digest.merge(groups)
 
 
-def remove_old(agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]]) -> None:
-    """Have the agents remove the stacks that the ranks have written so far. Takes at most ``LATE_S``."""
-    agents.ask(_orders(run, attempt, standings, remove=True), LATE_S)
-
-
 def _orders(
     run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], **how: bool
 ) -> dict[str, StacksOrder]:
@@ -263,22 +256,15 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
     odd, difference = first_difference(recorded, {each.ranks[0]: len(each.ranks) for each in one_of_each})
     culprits, how = blame(groups, odd)
     how += difference and f"; {difference}"
-    answered = _count(group for group in groups if group.has_answered)
+    answered = sum(len(group.ranks) for group in groups if group.has_answered)
     log.info("%d of %d ranks answered: %s", answered, len(hosts), folder / "stack-*.txt")
-    # The culprit is unknown: the failure names no rank.
     if not culprits:
         log.error("the run hangs: %s", how)
         return RankFailure(None, "", how, time.time())
     first = culprits[0]
     stack = _stack_of(folder, first)
-    failure = RankFailure(
-        first,
-        hosts[first],
-        how,
-        time.time(),
-        traceback=_quote(folder, first, stack),
-        blames_node=_may_be_of_node(stack),
-    )
+    quote, may_be_of_node = _quote(folder, first, stack), _may_be_of_node(stack)
+    failure = RankFailure(first, hosts[first], how, time.time(), traceback=quote, blames_node=may_be_of_node)
     # `toolkit why` reads the failure from the rank's error file.
     with contextlib.suppress(OSError):  # a full disk; the log has the same text
         fields = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
@@ -347,14 +333,12 @@ def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int
     furthest = min(group.place for group in groups)
     behind = [group for group in groups if group.place[:2] == furthest[:2]]
     # All wait, as far as is known, and some stacks are unread: the culprit may be one of those.
-    if _count(behind) > 1 and furthest[2] > 0 and not all(group.is_read for group in behind):
+    if sum(len(group.ranks) for group in behind) > 1 and furthest[2] > 0 and not all(group.is_read for group in behind):
         read = [group for group in groups if group.is_read]
-        total = _count(groups)
-        unread = total - _count(read)
+        total = sum(len(group.ranks) for group in groups)
+        unread = sum(len(group.ranks) for group in groups if not group.is_read)
         line = f"nobody knows who is behind: there was no time to read the stacks of {unread} of {total} ranks"
-        if read:
-            line += f"; {_counts(read, 'rank')}"
-        return [], line
+        return [], f"{line}; {_counts(read, 'rank')}" if read else line
     last = [group for group in groups if group.place == furthest]
     # All wait for each other: a call that only some ranks make puts these behind, and one that they leave out ahead.
     if all(group.is_read and group.place[0] and group.place[2] >= WAITING for group in groups):
@@ -375,16 +359,9 @@ def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int
     return culprits, line
 
 
-def _count(groups: Iterable[RankGroup]) -> int:
-    return sum(len(group.ranks) for group in groups)
-
-
 def _by_activity(groups: Iterable[RankGroup]) -> Counter[str]:
     """Return the number of ranks by what they do."""
-    does: Counter[str] = Counter()
-    for group in groups:
-        does[group.doing] += len(group.ranks)
-    return does
+    return Counter(group.doing for group in groups for _ in group.ranks)
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -92,9 +92,8 @@ class JobUsageRecorder:
             known = self._run.usage()
             # The supervisor after a killed one has the same agents, but may not have heard of the earliest of them yet.
             # The agents of a job that was requeued begin after the last sample of its earlier start.
-            others = [
-                job for job in known.jobs if job.job_id != usage.job_id or max(job.since, job.until) < usage.since
-            ]
+            job_id, since = usage.job_id, usage.since
+            others = [job for job in known.jobs if job.job_id != job_id or max(job.since, job.until) < since]
             self._run.write_usage(known.replace(jobs=(*others, usage), price=self._price))
         except OSError as error:  # a full disk or a file server that is away; the next try is a minute away
             log.warning("usage.json cannot be written: %s", error)

@@ -42,7 +42,8 @@ def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]], *, may_
 
     def write_one(rank: int) -> None:
         pids = ranks[rank]
-        notes, parents = _notes(pids), _parents(pids)
+        notes = _notes(pids)
+        parents = {pid: stat.parent for pid, stat in procfs.read_all(some=pids).items()}
         texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
         # Those that are ended are so youngest first, and all processes of the rank are stopped before: a Python process
         # may react to its child's end, and its stack would be another one then. A shell would go on with its next line
@@ -80,11 +81,6 @@ def _notes(pids: Sequence[int]) -> str:
     return notes
 
 
-def _parents(pids: Sequence[int]) -> dict[int, int]:
-    stats = {pid: procfs.read(pid) for pid in pids}
-    return {pid: stat.parent if stat is not None else 0 for pid, stat in stats.items()}
-
-
 def _write_file(folder: Path, rank: int, texts: Mapping[int, str], notes: str, parents: Mapping[int, int]) -> None:
     """Write the stack of the rank's script into its own file. The other processes get files of their own."""
     read = [pid for pid, text in texts.items() if text]
@@ -110,17 +106,10 @@ def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[i
     Of several, as under torchrun, it is the first that waits for no other; None where there is no Python.
     """
     innermost = {pid: stack[0] for pid in pids if (stack := main_stack(texts[pid]))}
-    others = set()
-    for pid, frame in innermost.items():
-        if not any(part in frame.filename for part in _LAUNCHERS):
-            others.add(pid)
-    # A process that a script has started is no script itself.
-    scripts = [pid for pid in innermost if pid in others and parents[pid] not in others]
+    others = {pid for pid, frame in innermost.items() if not any(part in frame.filename for part in _LAUNCHERS)}
+    scripts = [pid for pid in innermost if pid in others and parents.get(pid) not in others]
     working = [pid for pid in scripts if "/torch/distributed/" not in innermost[pid].filename]
     return next(iter([*working, *scripts, *pids]), None)
-
-
-# ----------------------------------------------------------------------------------------------------------- two ways
 
 
 def _by_py_spy(pid: int) -> str:
@@ -194,9 +183,8 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _is_gone(pid: int) -> bool:
-    """True for a process that has ended, whether its parent has reaped it or not."""
     stat = procfs.read(pid)
-    return stat is None or stat.state in "ZX"
+    return stat is None or stat.has_ended
 
 
 Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first

@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,9 +56,6 @@ def look_every_s(bound_s: float) -> float:
     return min(max(bound_s / LOOKS, SHORTEST_LOOK_S), LONGEST_LOOK_S)
 
 
-# ------------------------------------------------------------------------------------------------------ the processes
-
-
 @dataclass(frozen=True)
 class Usage:
     """What one process has used since it began."""
@@ -72,12 +70,8 @@ NOTHING = Usage(0.0, ())
 #: Modules and programs that start a script and look after it.
 _AGENT_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 _AGENT_PROGRAMS = {"torchrun", "accelerate", "accelerate-launch"}
-
-
 #: Programs whose work is done by processes outside the rank: on another node, or of a daemon.
 _REMOTE = {"srun", "ssh", "docker", "kubectl"}
-
-
 Usages: TypeAlias = dict[tuple[int, int], Usage]  #: by process id and start
 
 
@@ -97,7 +91,6 @@ class RankProcesses:
         """Return the living processes of each rank."""
         stats = {pid: stat for pid, stat in procfs.read_all(self._proc).items() if not stat.has_ended}
         alive = {(pid, stat.started_ticks) for pid, stat in stats.items()}
-        # Forget processes that have ended.
         self._ranks = {process: rank for process, rank in self._ranks.items() if process in alive}
         self._agents = {process: known for process, known in self._agents.items() if process in alive}
         uptime_s = float(self._text("uptime").split()[0])
@@ -115,7 +108,7 @@ class RankProcesses:
 
     def pids(self) -> dict[int, list[int]]:
         """Return the processes of each rank, oldest first."""
-        return {rank: [pid for pid, _ in sorted(usages, key=_start)] for rank, usages in self.read().items()}
+        return {rank: [pid for pid, _ in sorted(usages, key=itemgetter(1))] for rank, usages in self.read().items()}
 
     def is_traced(self, pid: int) -> bool:
         """True if a debugger holds this process."""
@@ -188,10 +181,6 @@ def is_agent(words: Sequence[str]) -> bool:
     return False
 
 
-def _start(process: tuple[int, int]) -> int:
-    return process[1]
-
-
 def _variable(name: str, value: str) -> re.Pattern[bytes]:
     """Return the pattern of a variable in ``/proc/PID/environ``; ``value`` is a pattern, too."""
     return re.compile(rf"(?:^|\0){name}={value}\0".encode())
@@ -233,9 +222,6 @@ class GpuUse:
             self._is_busy = self._gpus is not None and any(self._gpus.load(gpu).busy for gpu in self._gpus.gpus)
 
 
-# ----------------------------------------------------------------------------------------------------------- the watch
-
-
 @dataclass
 class _WatchedRank:
     usages: Usages = field(default_factory=dict)
@@ -275,7 +261,6 @@ class NodeWatch:
         if is_any_still and self._is_gpu_busy():
             for known in self._ranks.values():
                 known.still_s = 0.0
-        # Only changes are reported.
         news = []
         for rank, known in sorted(self._ranks.items()):
             before, known.reported = known.reported, self._state(known)

@@ -123,9 +123,7 @@ class Gate:
         milliseconds. Raises ToolkitError when the store is gone, because no agreement is possible any more.
         """
         self._started = n  # first: the watcher closes the gate and then reads this
-        if self._closed:
-            return self._await_decision(n)
-        return None
+        return self._await_decision(n) if self._closed else None
 
     def request(self, kind: str) -> None:
         """Ask that all ranks get ``kind`` at one boundary soon. Never blocks.
@@ -159,12 +157,10 @@ class Gate:
                 "look at the rank or supervisor that hosts it"
             ) from self._failure
         kind, step = self._agreed
-        # The agreed step is still ahead.
         if n < step:
             return None
-        # After a stop the gate stays closed.
         if kind == STOP:
-            self._stopped = True
+            self._stopped = True  # and the gate stays closed
         else:
             # Get ready for the next round. The watcher enters it only when ``_handed_out`` is set.
             self._started = n - 1  # the caller asks for step n again; until then it has not started
