@@ -107,7 +107,7 @@ class Activity:
         self.count = 0
 
     def note_progress(self) -> None:
-        """Report that something long goes on."""
+        """Report that something long makes progress."""
         self.count += 1
 
 

@@ -116,7 +116,7 @@ class AgentReporter(_Latest):
         except AgentGoneError:
             if self._closed.is_set():  # the attempt is over on both sides
                 return
-            log.error("the agent of this node is gone, and nobody looks after this rank any more: it ends")
+            log.error("the agent of this node is gone, and nothing looks after this rank any more: it ends")
             os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
 
 

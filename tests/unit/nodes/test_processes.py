@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from tests.process_limits import ChangeLimits
 from tests.waiting import wait_for
 from toolkit.nodes.agent import processes as agent_processes
+from toolkit.nodes.agent import zygote as agent_zygote
 from toolkit.nodes.agent.messages import Message, OrderedProcess, ProcessEnded, ProcessNotStarted, StartOrder
 from toolkit.nodes.agent.processes import Processes, ZygoteClient
 
@@ -44,6 +47,31 @@ def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
     for file in made:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(file)
+
+
+def test_what_a_rank_left_as_another_user_does_not_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program such as sudo may not be killed."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    processes = Processes(selectors.DefaultSelector(), lambda message: None, None)
+    with subprocess.Popen(["sleep", "600"]) as child, contextlib.ExitStack() as at_end:
+        at_end.callback(child.kill)
+        patch = at_end.enter_context(monkeypatch.context())
+        patch.setattr(os, "kill", refuse)
+        assert processes.end_strays([])
+
+
+def test_a_zygote_that_cannot_fork_leaves_no_pipe_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        agent_zygote._fork()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 #: Stands for a zygote: says that it has imported, or not even that, and answers nothing more.

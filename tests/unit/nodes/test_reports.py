@@ -233,3 +233,10 @@ def test_a_user_who_sends_without_end_does_not_keep_the_agent(inbox: Inbox, outb
 def test_a_name_that_an_agent_leaves_is_taken_by_the_next_one(inbox: Inbox, names: list[str]) -> None:
     threading.Timer(0.3, inbox._listening.close).start()
     Inbox(names, TIMEOUT_S).close()
+
+
+def test_a_report_in_another_encoding_than_utf_8_is_not_a_report() -> None:
+    """The agent passes reports on as UTF-8, and would end at one that is not."""
+    text = reports.RankReport(1, 0, "in a step", 7, 0).as_bytes().decode()
+    assert reports.parse(text.encode()) is not None
+    assert reports.parse(text.encode("utf-16")) is None

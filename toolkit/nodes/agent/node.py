@@ -104,8 +104,7 @@ class Agent:
                 if self._connection is None and not self._is_alone and not self._processes.live:
                     self._return()
                 now = time.monotonic()
-                # The next supervisor has sent nothing.
-                if now >= self._give_up_at:
+                if now >= self._give_up_at:  # the next supervisor has sent nothing
                     self._be_alone()
                 self._watch_the_batch_host()
                 if now >= next_heartbeat:
@@ -273,10 +272,9 @@ class Agent:
             if report is None:
                 self._ignored.warn("a report that is none was ignored: %.80r", text)
                 continue
-            # A rank's first report is told at once, not with the next digest.
+            # A rank's first report is sent at once, not with the next digest, and rank 0's reports are sent whole.
             if self._progress.hear(report):
                 first.setdefault(report.attempt, []).append(report.rank)
-            # Rank 0's reports are passed on whole.
             if report.rank == 0:
                 self._send(messages.MainRankReport(text.decode()))
         for attempt, ranks in first.items():

@@ -1,4 +1,4 @@
-"""All that an agent may have beside the ranks of its node. Each part is a help to them, and none can end the agent."""
+"""All that an agent may have besides the ranks of its node. Each part helps them, and none can end the agent."""
 
 from __future__ import annotations
 

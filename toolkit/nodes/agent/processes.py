@@ -381,7 +381,8 @@ class Processes:
             children = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
             strays = [pid for pid in children if pid not in own]
         for pid in [] if self._children else strays:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(PermissionError):  # it has become another user's, as by sudo
+                os.kill(pid, signal.SIGKILL)
         return bool(strays)
 
 

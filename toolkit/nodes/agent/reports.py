@@ -68,7 +68,7 @@ class RankReport:
 def parse(data: bytes) -> RankReport | None:
     """Return the report in ``data``; None for data that no rank can have written."""
     try:
-        return records.decode(RankReport, json.loads(data))
+        return records.decode(RankReport, json.loads(data.decode()))  # json would take UTF-16, too
     except (ValueError, RecursionError):
         return None
 
@@ -144,7 +144,6 @@ class NodeProgress:
         self._pass_time()
         if report.attempt < self._attempt:
             return False
-        # A new attempt: forget the ranks of the last one.
         if report.attempt > self._attempt:
             self._attempt, self._moves, self._ranks = report.attempt, 0, {}
         is_first = report.rank not in self._ranks

@@ -44,7 +44,6 @@ class NodeFiles:
         if wanted > limit:
             log.warning("no state is kept in memory: %d ranks need %d open files of %d", ranks, wanted, limit)
             wanted = 0
-        # Close those that are too many, then make those that are missing.
         for file in self._files[wanted:]:
             os.close(file)
         del self._files[wanted:]

@@ -156,7 +156,12 @@ def _send(lines: Any, message: dict[str, Any]) -> None:
 def _fork() -> int:
     """Fork twice: the rank becomes the agent's child, and dies with it. Return its pid, 0 in it. Raises OSError."""
     reading, writing = os.pipe()
-    middle = os.fork()
+    try:
+        middle = os.fork()
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        raise
     # The process in between ends at once, so that the agent, its subreaper, becomes the rank's parent.
     if middle == 0:
         try:
@@ -171,7 +176,6 @@ def _fork() -> int:
         os.write(writing, str(pid).encode())
         os._exit(0)
     os.close(writing)
-    # It has written the rank's pid, or the error.
     with os.fdopen(reading) as answer:
         text = answer.read()
     os.waitpid(middle, 0)
@@ -237,7 +241,6 @@ def _end(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    # Free what the program has made, and only that.
     inherited = preimports.inherited or ()
     for name in [name for name in sys.modules if name == "__main__" or name not in inherited]:
         del sys.modules[name]
@@ -285,7 +288,6 @@ def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
     ``ROOM_VARIABLE`` only make room there. From proc_pid_cmdline(5): where the last byte of the arguments is not null,
     all up to the first null byte is the title.
     """
-    # The kernel tells at which addresses it reads arguments and variables.
     stat = procfs.read("self")
     if stat is None:
         return

@@ -73,7 +73,7 @@ class AgentRequest:
 STANDS_WITHIN_S = 120.0
 #: The time between two heartbeats where a lost node can be replaced, and how many are sent in a second at most.
 QUICK_HEARTBEAT_S, HEARTBEATS_A_SECOND = 0.25, 4000
-#: Agents that are told to leave are gone after this time.
+#: Agents that are asked to leave are gone after this time.
 LEAVE_S = 2.0
 #: Where ``tcpi_last_ack_recv`` stands in ``tcp_info`` of linux/tcp.h: ms since the other end's last segment.
 _LAST_ACK = struct.Struct("=56xI")
@@ -172,7 +172,6 @@ class Agents:
         self._run, self._allocation, self._starter = run, allocation, starter
         self._endpoint, self._watch_command = endpoint, watch_command
         self.lock = threading.RLock()  #: held by the thread while it takes what has come, and in every method here
-        # Connections.
         self._peers: dict[str, _Peer] = {}  #: to agents, by host
         self._strangers: set[socket.socket] = set()
         self._max_strangers = limits().most_strangers + len(allocation.hosts)
@@ -181,7 +180,6 @@ class Agents:
         self._was_opened = self._is_open = False
         self._is_leaving = False  #: agents are meant to leave
         self._all_left = threading.Event()
-        # Starts of agents.
         self._returning = set[str]()  #: hosts whose agents a dead supervisor may have started; this one has not
         self._returned: SimpleQueue[str] = SimpleQueue()
         self._starting: dict[str, float] = {}  #: the time of the start, by host
@@ -190,13 +188,11 @@ class Agents:
         # Requests. An answer to one of a dead supervisor's is none to this one's.
         self._numbers = itertools.count(time.time_ns())
         self._requests: dict[int, AgentRequest] = {}  #: those that some agents have not answered
-        # Heartbeats.
         least_s = HEARTBEAT_S if watch_command is None else QUICK_HEARTBEAT_S
         self.heartbeat_s = min(HEARTBEAT_S, max(least_s, len(allocation.hosts) / HEARTBEATS_A_SECOND))
         self._next_heartbeat = 0.0
         #: In which the nodes watch the batch host. Spares come first: they are idle.
         self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
-        # What is known of the nodes.
         self.silent_hosts: frozenset[str] = frozenset()
         self.heard_hosts: frozenset[str] = frozenset()
         self.unsure_hosts: frozenset[str] = frozenset()
@@ -325,7 +321,6 @@ class Agents:
         with self.lock:
             number = next(self._numbers)
             request = AgentRequest(heard, {host: order.replace(request=number) for host, order in orders.items()})
-            # Forget requests that all agents have answered.
             unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
             self._requests = {**unanswered, number: request}
             for host in orders:
@@ -349,7 +344,6 @@ class Agents:
         awaited = orders.keys() - self.silent_hosts
         number = self.request({host: orders[host] for host in awaited}, heard)
         deadline, answers = time.monotonic() + wait_s, dict[str, messages.RequestAnswered]()
-        # At the deadline stop with the answers that have arrived.
         with contextlib.suppress(Empty):
             for _ in awaited:
                 event = heard.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -428,7 +422,6 @@ class Agents:
                             self._accept()
                         elif key.data.connection.fileno() >= 0:  # else it was dropped since the select
                             self._serve_peer(key.data, events)
-                    self._close_late_strangers()
                     self._pass_time()
         except Exception as error:  # no agent is served any more
             self._events.put(error)
@@ -449,16 +442,8 @@ class Agents:
             self._selector.register(connection, selectors.EVENT_READ, peer)
             self._send(peer, peer.link.greeting)
 
-    def _close_late_strangers(self) -> None:
-        long_ago = time.monotonic() - limits().stranger_s
-        for key in [*self._selector.get_map().values()] if self._strangers else ():
-            peer = key.data
-            if isinstance(peer, _Peer) and peer.host is None and peer.heard < long_ago:
-                self._drop(peer, "it has not shown that it knows the secret")
-
     def _serve_peer(self, peer: _Peer, ready: int) -> None:
         try:
-            # First what could not be sent before, then what has come in.
             if ready & selectors.EVENT_WRITE:
                 self._send(peer, b"")
             if ready & selectors.EVENT_READ:
@@ -483,7 +468,6 @@ class Agents:
         if peer.unsent:
             with contextlib.suppress(BlockingIOError):
                 del peer.unsent[: peer.connection.send(peer.unsent)]
-        # What the socket did not take is sent when it is writable again.
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.connection, wanted, peer)
 
@@ -508,7 +492,12 @@ class Agents:
         # The first message names the host. Until then the peer has only proved that it knows the secret.
         elif isinstance(message, messages.AgentHere):
             host = message.host
-            if not self._admits(host, message):
+            # One that was given up as late would take the place of the agent that was started instead.
+            is_wanted = host in self._returning if message.again else message.start == self._start_of.get(host)
+            if message.again:
+                self._returning.discard(host)
+                self._returned.put(host)
+            if not is_wanted:
                 with contextlib.suppress(OSError):  # it has disconnected already
                     self._send(peer, peer.link.send(messages.LeaveOrder()))
                 return
@@ -524,16 +513,6 @@ class Agents:
             for request in self._requests.values():
                 self._ask(host, request)
             self._tell(lambda user: user.agent_connected(host))
-
-    def _admits(self, host: str, message: messages.AgentHere) -> bool:
-        """True if the agent of ``host`` is wanted; it describes itself in ``message``. A refused one ends."""
-        if message.again:
-            is_wanted = host in self._returning
-            self._returning.discard(host)
-            self._returned.put(host)
-            return is_wanted
-        # One that was given up as late would take the place of the agent that was started instead.
-        return message.start == self._start_of.get(host)
 
     def _take_message(self, host: str, message: messages.Message) -> None:
         match message:
@@ -568,7 +547,7 @@ class Agents:
             try:
                 tell(listener)
             except Exception as error:
-                log.error("what is done on the nodes beside the ranks has failed, and hears no more: %r", error)
+                log.error("what is done on the nodes besides the ranks has failed, and hears no more: %r", error)
                 self.listeners = tuple(each for each in self.listeners if each is not listener)
         tell(self._user)
 
@@ -581,10 +560,13 @@ class Agents:
             self.hear_all()
         self._next_heartbeat = now + self.heartbeat_s
         self.send_all(messages.Heartbeat())
-        for host in self._silent(limits().agent_unheard_s):
-            self.drop(
-                host, f"its agent has sent nothing for {limits().agent_unheard_s:.0f} s: another one takes its place"
-            )
+        for key in [*self._selector.get_map().values()] if self._strangers else ():
+            peer = key.data
+            if isinstance(peer, _Peer) and peer.host is None and peer.heard < now - limits().stranger_s:
+                self._drop(peer, "it has not shown that it knows the secret")
+        unheard_s = limits().agent_unheard_s
+        for host in self._silent(unheard_s):
+            self.drop(host, f"its agent has sent nothing for {unheard_s:.0f} s: another one takes its place")
         self.silent_hosts = frozenset(self._silent(SILENT_S))
         self.heard_hosts = frozenset(self._peers.keys() - self.silent_hosts)
         since = now - 2.5 * self.heartbeat_s

@@ -67,7 +67,7 @@ def main(run: RunDir) -> None:
         sys.exit(f"toolkit exec: {error}")
     environ = {**os.environ, **environment(place, os.environ, cpus), **this_node.cache_variables(os.environ)}
     attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
-    # Set what torchrun would set beside the rank's numbers.
+    # What torchrun would set besides the rank's numbers.
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
     environ["TORCHELASTIC_RUN_ID"] = run.id
     environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see `toolkit.run.rank.main`

@@ -158,7 +158,7 @@ def signal_name(number: int) -> str:
 #: A rank's connections to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests;
 #: saves; and in a user's loop the thread that tells other ranks where this one is.
 CONNECTIONS_A_RANK = 6
-#: The files that the store host has open beside its connections.
+#: The files that the store host has open besides its connections.
 OTHER_FILES = 64
 
 

@@ -57,7 +57,11 @@ class PythonCommand(NamedTuple):
 def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | None:
     """Return how this interpreter runs ``command``; None for other programs, and options that need a new one."""
     executable = shutil.which(command[0], path=search_path)
-    if executable is None or not _is_ours(executable):
+    if executable is None:
+        return None
+    # Another name of this interpreter? A virtual environment's is a link, and its folder tells them apart.
+    theirs, ours = staged.origin(executable), staged.origin(sys.executable)
+    if theirs.resolve() != ours.resolve() or theirs.parent.resolve() != ours.parent.resolve():
         return None
     executable, words, has_faulthandler = str(Path(executable).absolute()), list(command[1:]), False
     while words:
@@ -70,16 +74,9 @@ def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | No
                 return PythonCommand(executable, True, module, arguments, has_faulthandler)
             case [script, *arguments] if not script.startswith("-"):
                 return PythonCommand(executable, False, script, arguments, has_faulthandler)
-            # Other options, and -c, need a new interpreter.
-            case _:
+            case _:  # other options, and -c
                 return None
     return None
-
-
-def _is_ours(executable: str) -> bool:
-    """True for another name of this interpreter. A virtual environment's is a link, and its folder tells them apart."""
-    theirs, ours = staged.origin(executable), staged.origin(sys.executable)
-    return theirs.resolve() == ours.resolve() and theirs.parent.resolve() == ours.parent.resolve()
 
 
 # ----------------------------------------------------------------------------------------------------- the supervisor
@@ -246,7 +243,6 @@ def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, 
             _report(ended, environ)
         raise
     except BaseException as error:
-        # Print the traceback here rather than at the end.
         _report(error, environ)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *_: None

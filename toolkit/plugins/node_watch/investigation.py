@@ -7,7 +7,6 @@ collectives that torch's flight recorder has written.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import re
 import sys
@@ -108,19 +107,20 @@ class Investigation:
 
     def answer(self, request_id: str, reports: Watchdog | None) -> None:
         """Answer with what the ranks do now, in a thread: a node that hangs takes seconds."""
-        threading.Thread(target=self._answer, args=[request_id, reports], daemon=True).start()
-
-    def _answer(self, request_id: str, reports: Watchdog | None) -> None:
         attempt, run = self._attempt, self._context.run
-        try:
-            found = self.read_stacks(reports)
-            groups = tuple(StackGroup(each.ranks, each.doing, each.still_s, each.stack) for each in found)
-            answer = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
-            stop_request.answer(run, request_id, answer)
-        except Exception as error:  # the run goes on without the stacks
-            log.warning("the stacks cannot be shown: %s: %s", type(error).__name__, error)
-            with contextlib.suppress(OSError):  # a full disk: the command says that there was no answer
-                stop_request.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
+
+        def answer() -> None:
+            try:
+                found = self.read_stacks(reports)
+                groups = tuple(StackGroup(each.ranks, each.doing, each.still_s, each.stack) for each in found)
+                seen = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
+                stop_request.answer(run, request_id, seen)
+            except Exception as error:  # the run continues without the stacks
+                log.warning("the stacks cannot be shown: %s: %s", type(error).__name__, error)
+                with suppress(OSError):  # a full disk: the command says that there was no answer
+                    stop_request.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
+
+        threading.Thread(target=answer, daemon=True).start()
 
     def read_stacks(self, reports: Watchdog | None) -> list[RankGroup]:
         """Return what the ranks do now, with their stacks. It does not disturb them."""
@@ -201,7 +201,7 @@ class SilentRanks:
 
 #: Reads and digests the stacks of a node.
 COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.node_watch.stack_digest")
-#: What a node may take for its digest beside the time that it gives its ranks: an interpreter starts there.
+#: What a node may take for its digest besides the time that it gives its ranks: an interpreter starts there.
 LATE_S = 5.0
 #: What it may take to read the stacks of scripts from outside.
 OUTSIDE_S = 20.0
@@ -266,7 +266,7 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
     quote, may_be_of_node = _quote(folder, first, stack), _may_be_of_node(stack)
     failure = RankFailure(first, hosts[first], how, time.time(), traceback=quote, blames_node=may_be_of_node)
     # `toolkit why` reads the failure from the rank's error file.
-    with contextlib.suppress(OSError):  # a full disk; the log has the same text
+    with suppress(OSError):  # a full disk; the log has the same text
         fields = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
         fsio.write_json(run.error_file(attempt, first), {**fields, "traceback": failure.traceback})
     log.error("the run hangs: rank %d on %s: %s", first, failure.host, how)
@@ -275,7 +275,7 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
 
 def _stack_of(folder: Path, rank: int) -> Stack:
     """Return the stack of the rank's main thread; empty without an answer."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return main_stack(stack_digest.stack_text(hang.stack_path(folder, rank)) or "")
     return []
 
@@ -307,7 +307,7 @@ def _quote(folder: Path, rank: int, stack: Stack) -> str:
     text = f"the stack of rank {rank}; all of them are in {folder / 'stack-*.txt'}\n{_format(stack)}"
     # The files of its other processes: stack-RANK-KIND-NUMBER.txt.
     for path in sorted(folder.glob(f"stack-{rank}-*.txt")):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             kind, number = path.stem.split("-")[2:]
             of_process = main_stack(reading.read_text(path, errors="replace"))
             text += f"the stack of its {'data worker' if kind == 'worker' else kind} {number}\n{_format(of_process)}"
@@ -392,7 +392,7 @@ class Call(NamedTuple):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts alone: whoever may write into the run's folder could have others run."""
+    """Reads numbers, texts, lists and dicts alone: others would let who writes into the run's folder run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a recording")

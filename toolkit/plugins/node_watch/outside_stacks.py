@@ -45,15 +45,23 @@ def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]], *, may_
         notes = _notes(pids)
         parents = {pid: stat.parent for pid, stat in procfs.read_all(some=pids).items()}
         texts = {pid: _by_py_spy(pid) for pid in _pythons(pids)}
-        # Those that are ended are so youngest first, and all processes of the rank are stopped before: a Python process
-        # may react to its child's end, and its stack would be another one then. A shell would go on with its next line
-        # as if the script had finished.
+        # All processes of the rank are stopped before some are ended, the youngest first: a Python process
+        # may react to its child's end, and its stack would be another one then. A shell would continue with its next
+        # line as if the script had finished.
         unread = [pid for pid, text in texts.items() if not text and may_end]
         for pid in pids if unread else ():
             _send(pid, signal.SIGSTOP)
         for pid in reversed(unread):
             texts[pid] = _abort(pid, run.rank_log(attempt, rank))
-        _write_file(run.attempt_logs(attempt), rank, texts, notes, parents)
+        # The rank's script has its own file, and each other process, too.
+        folder, read = run.attempt_logs(attempt), [pid for pid, text in texts.items() if text]
+        main = _script_of(read, texts, parents)
+        with contextlib.suppress(OSError):  # a full disk
+            for pid in read:
+                if pid != main:
+                    _put(folder / f"stack-{rank}-process-{pid}.txt", texts[pid])
+            of_main = "" if main is None else f"# process {main}\n{texts[main]}"
+            _put(hang.stack_path(folder, rank), notes + of_main + hang.ANSWERED)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(write_one, ranks))
@@ -79,18 +87,6 @@ def _notes(pids: Sequence[int]) -> str:
                 words += re.findall(r"^State:\s*(.+)$", text, re.MULTILINE) if name == "status" else [text]
         notes += f"# process {pid}: {', '.join(words)}\n"
     return notes
-
-
-def _write_file(folder: Path, rank: int, texts: Mapping[int, str], notes: str, parents: Mapping[int, int]) -> None:
-    """Write the stack of the rank's script into its own file. The other processes get files of their own."""
-    read = [pid for pid, text in texts.items() if text]
-    main = _script_of(read, texts, parents)
-    with contextlib.suppress(OSError):  # a full disk
-        for pid in read:
-            if pid != main:
-                _put(folder / f"stack-{rank}-process-{pid}.txt", texts[pid])
-        own = "" if main is None else f"# process {main}\n{texts[main]}"
-        _put(hang.stack_path(folder, rank), notes + own + hang.ANSWERED)
 
 
 def _put(path: Path, text: str) -> None:

@@ -91,7 +91,10 @@ class Sickness:
 
     def look(self) -> list[str]:
         """Look once, ``LOOK_EVERY_S`` after the last time; return what is new."""
-        problems = [*self._memory()]
+        # Corrected errors are harmless: Linux, Documentation/driver-api/edac.rst.
+        counts = sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count"))
+        broken = (file.parent.name for file in counts if self._has_risen(str(file), number_in(file)))
+        problems = [f"uncorrected memory errors ({name} of EDAC)" for name in broken]
         # Intel's counters count each time a core or package is too hot (Linux, therm_throt.c).
         files = self._root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count")
         before, self._throttled = self._throttled, sum(number_in(file) or 0 for file in files)
@@ -108,12 +111,6 @@ class Sickness:
         new = [text for text in problems if text not in self._reported]
         self._reported |= {*new}
         return new
-
-    def _memory(self) -> Iterator[str]:
-        """Yield uncorrected memory errors: Linux, Documentation/driver-api/edac.rst."""
-        for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
-            if self._has_risen(str(file), number_in(file)):
-                yield f"uncorrected memory errors ({file.parent.name} of EDAC)"
 
     def _of_gpus(self) -> Iterator[str]:
         if self._gpus is None:

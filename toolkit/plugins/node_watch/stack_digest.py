@@ -84,8 +84,6 @@ def stack_text(path: Path) -> str | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------- what each one does
-
 #: Where ranks wait for others outside of torch.distributed, by the name of the function.
 WAITS = {
     "toolkit.checkpoint.exchange:_await": "waiting for the others at a checkpoint",
@@ -168,8 +166,6 @@ class RankStack:
         return int(self.standing.phase is not None), 0 if self.standing.step is None else 1 + self.standing.step
 
 
-# --------------------------------------------------------------------------------------------------------- the digest
-
 #: Smaller is further behind, see :attr:`RankStack.order`. The third is ``WAITING`` or more for ranks in a collective.
 Place: TypeAlias = tuple[int, ...]
 WAITING = 2
@@ -198,14 +194,10 @@ def group(ranks: Iterable[RankStack], *, whole: bool = False) -> list[RankGroup]
             has_answered=bool(seen.stack),
             ranks=(seen.standing.rank,),
             still_s=seen.standing.still_s,
-            stack=_lines(seen.stack or ()) if whole else (),
+            stack=tuple(f'File "{f.filename}", line {f.lineno}, in {f.name}' for f in (seen.stack or ()) if whole),
         )
         for seen in ranks
     )
-
-
-def _lines(stack: Stack) -> tuple[str, ...]:
-    return tuple(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}' for frame in stack)
 
 
 def merge(groups: Iterable[RankGroup]) -> list[RankGroup]:

@@ -29,7 +29,7 @@ EXACT_EVERY, EXACT_LOOK_S = 8, 0.05
 _HELD = ("anon", "shmem", "kernel_stack", "pagetables", "percpu", "sock", "slab_unreclaimable")
 #: The same in version 1, where "total" is with all groups below: cgroup-v1/memory.rst.
 _HELD_V1 = ("total_rss", "total_shmem")
-#: The toolkit's own processes that import torch beside the ranks. They work at a start alone, so no request for a
+#: The toolkit's own processes that import torch besides the ranks. They work at a start alone, so no request for a
 #: processor follows from it.
 _STARTERS = re.compile(r"-m[\0 ]toolkit\.(nodes\.agent\.zygote|ranks\.store_host)[\0 ]")
 
@@ -110,7 +110,8 @@ class JobProcesses:
         for pid, process in processes.items():
             root = self._roots[pid]
             by_root[root] = by_root.get(root, 0.0) + process.family_cpu_s
-            if pid in self._start_up_s or self._is_starter(pid, process):
+            is_ours = process.parent == self._agent
+            if pid in self._start_up_s or (is_ours and _STARTERS.search(self._text(f"{pid}/cmdline"))):
                 self._start_up_s[pid] = process.family_cpu_s
             own_memory, own_shared = self._memory(pid)
             own_read, own_written = self._transfers(pid)
@@ -159,9 +160,6 @@ class JobProcesses:
                 self._roots[each] = root
             elif uptime_s - stats[each].started_s > YOUNG_S:
                 self._others.add(each)
-
-    def _is_starter(self, pid: int, process: ProcessStat) -> bool:
-        return process.parent == self._agent and _STARTERS.search(self._text(f"{pid}/cmdline")) is not None
 
     def _is_task(self, pid: int, stats: Mapping[int, ProcessStat]) -> bool:
         parent = procfs.read(stats[pid].parent, self._proc) if self._marks else None

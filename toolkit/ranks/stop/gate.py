@@ -56,10 +56,6 @@ class Hang:
         return f"{self.kind!r} asked for {self.waited_s:.0f} s ago; ranks that have not {verb}: {ranks}"
 
 
-def _log_hang(hang: Hang) -> None:
-    log.error("%s", hang)
-
-
 class _Asked(NamedTuple):
     """A kind that is wanted: since when, and from which round on. ``propose``: it must still be proposed."""
 
@@ -81,7 +77,7 @@ class Gate:
         ask: Transport | None = None,
         prefix: str = PREFIX,
         force_after_s: float | None = None,
-        on_hang: Callable[[Hang], None] = _log_hang,
+        on_hang: Callable[[Hang], None] = lambda hang: log.error("%s", hang),
     ) -> None:
         """Open the gate with two clients of the store.
 
