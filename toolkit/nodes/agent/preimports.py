@@ -35,7 +35,7 @@ def note(path: Path) -> None:
     """Write the names of the installed modules that this process imported after its fork, if it is one."""
     if inherited is None:
         return
-    noted, _ = _read(path)
+    noted = _read(path).modules
     # Modules of the standard library and of installed packages; an editable install is a user's own.
     folders = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed = tuple(f"{folder}{os.sep}" for folder in folders if folder)
@@ -47,7 +47,7 @@ def note(path: Path) -> None:
         if str(spec.origin or "").startswith(installed):
             new.append(name)
     if new:
-        _write(path, [*noted, *new], None)
+        _write(path, _Imports([*noted, *new]))
 
 
 def learn(path: Path, varying: Collection[str]) -> list[str]:
@@ -56,13 +56,14 @@ def learn(path: Path, varying: Collection[str]) -> list[str]:
     ``varying`` are the environment variables in which the ranks differ. Before a rank has been forked there are none,
     and there is no trial. Its outcome is added to the file, and not tried again.
     """
-    modules, left_out = _read(path)
-    wanted = [name for name in modules if name not in sys.modules]
+    noted = _read(path)
+    left_out = noted.left_out
+    wanted = [name for name in noted.modules if name not in sys.modules]
     if left_out is None and not varying:
         return []
     if wanted and left_out is None:
         left_out = _try(wanted, varying)
-        _write(path, modules, left_out)
+        _write(path, _Imports(noted.modules, left_out))
     harmless = [name for name in wanted if _package(name) not in (left_out or [])]
     return [name for name in harmless if import_quietly(name)]
 
@@ -81,18 +82,16 @@ class _Imports(JsonRecord):
     """``imports.json``."""
 
     modules: list[str]
-    left_out: list[str] | None = None
+    left_out: list[str] | None = None  #: packages; None before the first trial
 
 
-def _read(path: Path) -> tuple[list[str], list[str] | None]:
-    """Return the modules, and the packages that are left out. The latter are None before the first trial."""
-    noted = read_or_none(path, _Imports) or _Imports([])
-    return noted.modules, noted.left_out
+def _read(path: Path) -> _Imports:
+    return read_or_none(path, _Imports) or _Imports([])
 
 
-def _write(path: Path, modules: Sequence[str], left_out: Sequence[str] | None) -> None:
+def _write(path: Path, imports: _Imports) -> None:
     with contextlib.suppress(OSError):  # on a full disk the next restart is a little slower
-        fsio.write_json(path, {"modules": modules, "left_out": left_out}, durable=False)
+        fsio.write_json(path, imports.to_json(), durable=False)
 
 
 def _package(name: str) -> str:

@@ -30,12 +30,7 @@ class NodeFiles:
 
     def __init__(self) -> None:
         self._files: list[int] = []
-        self._pixels = os.memfd_create("pixels")
-
-    @property
-    def pixels(self) -> str:
-        """Return the path of the file for decoded images."""
-        return f"/proc/{os.getpid()}/fd/{self._pixels}"
+        self.pixels = f"/proc/{os.getpid()}/fd/{os.memfd_create('pixels')}"  #: the file for decoded images
 
     def hold(self, ranks: int) -> str:
         """Hold the files of that many ranks. Return the value of ``VARIABLE``, empty for too many."""

@@ -112,7 +112,7 @@ class SrunAgents:
         refusals: list[LaunchFailed] = []
 
         def take(event: SrunEvent) -> None:
-            if isinstance(event, LaunchFailed) and event.is_refused and not gpus and self._allocation.is_uneven:
+            if isinstance(event, LaunchFailed) and event.advice and not gpus and self._allocation.is_uneven:
                 refusals.append(event)
                 return
             match event:

@@ -67,13 +67,8 @@ class LaunchFailed:
     why: str
 
     @property
-    def is_refused(self) -> bool:
-        """True if no node is at fault, and no other node, and no later try, would help."""
-        return self.advice is not None
-
-    @property
     def advice(self) -> str | None:
-        """Return what to do about a refusal."""
+        """Return what to do where no node is at fault, and no other node, and no later try, would help."""
         if _OVER.search(self.why):
             return "the job is over: submit another one"
         return "ask for other nodes or GPUs" if _UNFIT.search(self.why) else None

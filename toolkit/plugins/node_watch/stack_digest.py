@@ -158,12 +158,8 @@ class RankStack:
         waits = int(guessed)
         if not self.is_read or awaits(self.stack or ()):
             waits = WAITING + is_ours(self.stack or ())  # all ranks make the toolkit's own calls
-        return *self.reported, waits, int(answers)
-
-    @property
-    def reported(self) -> Place:
-        """Return the part of :attr:`order` that follows from reports. It needs no answer from the rank."""
-        return int(self.standing.phase is not None), 0 if self.standing.step is None else 1 + self.standing.step
+        steps = 0 if self.standing.step is None else 1 + self.standing.step
+        return int(self.standing.phase is not None), steps, waits, int(answers)
 
 
 #: Smaller is further behind, see :attr:`RankStack.order`. The third is ``WAITING`` or more for ranks in a collective.

@@ -282,7 +282,7 @@ class AttemptLoop:
             return  # the kill came before the launch
         log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
         # What Slurm refuses is no node's fault, and would be refused again.
-        if failed.is_refused:
+        if failed.advice:
             words = f"Slurm refuses the step that starts the ranks: {failed.why}; {failed.advice}"
             attempt.fail(RankFailure(None, "", words, time.time(), comes_again=True))
             self._kill_soon(limits().error_reports_s)
