@@ -62,12 +62,10 @@ class Watchdog:
 
     @property
     def bound_s(self) -> float:
-        """Return how long there may be no progress."""
         return self._timeout_s * (STUCK_SHARE if self._has_begun else START_SHARE)
 
     @property
     def still_s(self) -> float:
-        """Return for how long there has been no progress."""
         return self._now - self._progress
 
     def _pass_time(self) -> None:
@@ -107,7 +105,6 @@ class Activity:
         self.count = 0
 
     def note_progress(self) -> None:
-        """Report that something long makes progress."""
         self.count += 1
 
 

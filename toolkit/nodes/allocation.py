@@ -48,7 +48,6 @@ class Allocation:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return sum(self.tasks)
 
     @property
@@ -74,12 +73,10 @@ class Allocation:
 
     @property
     def gpus_per_node(self) -> int:
-        """Return the number of GPUs of the node that has the most."""
         return max(self.gpus, default=0)
 
     @property
     def is_uneven(self) -> bool:
-        """True if nodes have different numbers of GPUs."""
         return len({*self.gpus}) > 1
 
     @property
@@ -118,7 +115,6 @@ class Allocation:
 
     @property
     def by_component(self) -> list[list[str]]:
-        """Return the nodes of each component."""
         groups: dict[int, list[str]] = {}
         for host, component in zip(self.hosts, self.components or [0] * len(self.hosts), strict=True):
             groups.setdefault(component, []).append(host)

@@ -39,5 +39,4 @@ def clone(store: Store) -> Store:
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Set the time limit of a group."""
     (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout, group)  # torch < 2.15

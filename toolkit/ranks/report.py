@@ -124,7 +124,6 @@ class FileReporter(_Latest):
     """Writes ``status.json`` and ``result.json`` itself, on rank 0 of an unsupervised run."""
 
     def __init__(self, run: RunDir, status: RunStatus, owns_run: Callable[[], bool] = lambda: True) -> None:
-        """Take the run, and what asks whether it still belongs to this process."""
         super().__init__(limits().report_every_s)
         self._run_dir, self._owns_run = run, owns_run
         self._status = status

@@ -67,7 +67,6 @@ class StartUp:
         self.parts = {"program": round(age_s, 3)}
 
     def end(self, part: str) -> None:
-        """Note that ``part`` has ended."""
         now = time.monotonic()
         self.parts = {**self.parts, part: round(now - self._mark, 3)}
         self._mark = now
@@ -97,7 +96,6 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0."""
         return self.rank == 0
 
     def step_made(self) -> None:

@@ -105,7 +105,6 @@ OVER = "srun: error: Unable to confirm allocation for job 3: Invalid job id spec
 def test_a_step_of_a_job_that_is_over_is_refused_and_no_node_is_at_fault() -> None:
     failed = parse_srun_line(OVER, ["node1"])
     assert isinstance(failed, LaunchFailed)
-    assert failed.advice
     assert failed.advice == "the job is over: submit another one"
 
 

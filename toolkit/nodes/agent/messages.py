@@ -301,7 +301,6 @@ _KINDS = {kind.__name__: kind for base in (Message, NodeRequest, RequestAnswered
 
 
 def encoded(message: Message) -> bytes:
-    """Return a message as JSON: its kind, and its fields."""
     return json.dumps([type(message).__name__, message.to_json()]).encode()
 
 

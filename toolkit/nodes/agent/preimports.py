@@ -79,8 +79,6 @@ def import_quietly(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Imports(JsonRecord):
-    """``imports.json``."""
-
     modules: list[str]
     left_out: list[str] | None = None  #: packages; None before the first trial
 
@@ -160,7 +158,6 @@ def _watched(varying: Collection[str]) -> Iterator[list[str]]:
 
 
 def _threads() -> int:
-    """Return how many threads this process has, native ones included."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 

@@ -138,7 +138,6 @@ class Processes:
         self._start_waiting()
 
     def look_at_the_clock(self) -> None:
-        """Do what is due. Call it every second."""
         now, zygote = time.monotonic(), self._zygote
         self.end_asked()
         if self._held_until is not None and now >= self._held_until:
@@ -329,7 +328,6 @@ class Processes:
                 _kill(pid, child)
 
     def end_all(self) -> None:
-        """Kill all processes, and the zygote."""
         self._is_ending = False
         self.end_attempt()
         if self._zygote is not None:
@@ -356,7 +354,6 @@ class Processes:
                 self._end(pid, child)
 
     def _end(self, pid: int, child: _Child) -> None:
-        """Report the end of a process, and kill what it has left in its session."""
         del self._children[pid]
         assert child.code is not None
         _kill(pid, child)
@@ -501,7 +498,6 @@ class ZygoteClient:
         return True
 
     def learn(self) -> None:
-        """Have the zygote import what ranks have imported since they were forked."""
         with contextlib.suppress(OSError):  # its end is noticed by hear()
             self._lines.write("{}\n")
             self._lines.flush()
@@ -538,7 +534,6 @@ class ZygoteClient:
         return int(answer["pid"])
 
     def end(self) -> None:
-        """Kill the zygote."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -585,7 +580,6 @@ def _package(cpu: int, topology: Path) -> int:
 
 
 def _first(cpu: int, name: str, topology: Path, unknown: int) -> int:
-    """Return the first number in a file about a CPU."""
     try:
         return int((topology / f"cpu{cpu}/topology/{name}").read_text().replace("-", ",").split(",")[0])
     except (OSError, ValueError):

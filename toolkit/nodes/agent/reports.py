@@ -198,7 +198,6 @@ def addresses(token: str, environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the user of the process at the other end."""
     pid, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, user
 

@@ -66,7 +66,6 @@ class AgentStore:
             self._on_ready.append(call)
 
     def take(self, text: str) -> None:
-        """Take a piece of the store's output, and find the port in it."""
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
             port = port_in(line)
@@ -358,7 +357,6 @@ class AgentLauncher(AgentUser):
 
 
 def places_by_host(allocation: Allocation) -> dict[str, list[Placement]]:
-    """Return the places of each node's ranks, by the node's name."""
     places: dict[str, list[Placement]] = {host: [] for host in allocation.hosts}
     for node_rank, (host, ranks) in enumerate(allocation.ranks_of.items()):
         for local_rank, rank in enumerate(ranks):

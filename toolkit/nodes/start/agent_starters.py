@@ -69,7 +69,6 @@ class SrunAgents:
     """
 
     def __init__(self, run: RunDir, allocation: Allocation, options: Sequence[str] = ()) -> None:
-        """``options`` are more options of srun."""
         self._run, self._allocation, self._options = run, allocation, options
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
         # A step that was refused is tried again by a thread, while others are started: each needs a file of its own.

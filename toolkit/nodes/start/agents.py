@@ -308,7 +308,6 @@ class Agents:
                     self._send(peer, peer.link.send(message))
 
     def send_all(self, message: messages.Message) -> None:
-        """Send ``message`` to every agent that is connected."""
         with self.lock:
             for host in list(self._peers):
                 self.send(host, message)
@@ -370,7 +369,6 @@ class Agents:
 
     @property
     def hosts(self) -> set[str]:
-        """Return the hosts whose agents are connected."""
         with self.lock:
             return set(self._peers)
 
@@ -406,7 +404,6 @@ class Agents:
         return max(peer.heard, time.monotonic() - float(silent_ms) / 1000)
 
     def _silent(self, bound_s: float) -> list[str]:
-        """Return the hosts whose agents have sent nothing for ``bound_s``."""
         now = time.monotonic()
         return [host for host, peer in self._peers.items() if now - peer.heard > bound_s]
 

@@ -95,7 +95,6 @@ class BatchHostWatch:
 
     @property
     def pause_s(self) -> float:
-        """Return the time until the next look."""
         return LAST_LOOKS_EVERY_S if self._has_sigterm else LOOK_EVERY_S
 
     def hurry(self) -> None:

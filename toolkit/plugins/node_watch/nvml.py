@@ -135,7 +135,6 @@ class Nvml:
             yield WatchedGpu(index, handle, name.value.decode(errors="replace")), uuid.value.decode()
 
     def load(self, gpu: WatchedGpu) -> Load:
-        """Return how much ``gpu`` works."""
         use = self._get("nvmlDeviceGetUtilizationRates", gpu, _Utilization)
         used, total = self._memory(gpu)
         milliwatts = self._number("nvmlDeviceGetPowerUsage", gpu, c_uint)
@@ -157,7 +156,6 @@ class Nvml:
         return (None, None) if older is None else (older.used, older.total)
 
     def condition(self, gpu: WatchedGpu) -> Condition:
-        """Return how well ``gpu`` is."""
         # This call's code also tells whether the GPU answers at all.
         errors = c_ulonglong()
         code = self._call("nvmlDeviceGetTotalEccErrors", gpu.handle, UNCORRECTED, VOLATILE, byref(errors))

@@ -42,7 +42,6 @@ class _SysfsGpus:
         ]
 
     def load(self, gpu: WatchedGpu) -> Load:
-        """Return how much ``gpu`` works."""
         microjoules = _first(gpu.handle, "hwmon/hwmon*/energy1_input")
         microwatts = _first(gpu.handle, "hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input")
         return Load(
@@ -53,7 +52,6 @@ class _SysfsGpus:
         )
 
     def condition(self, gpu: WatchedGpu) -> Condition:
-        """Return how well ``gpu`` is."""
         if not gpu.handle.is_dir():
             return Condition(is_lost=True)
         return Condition(

@@ -247,7 +247,6 @@ class NodeSampler:
         self._peak_from = (since, 0.0, 0.0)
 
     def sample(self) -> NodeUsage:
-        """Return what was used so far."""
         before, now, totals = self._usage, self._clock(), self._processes.totals()
         held = group_memory(self._root) or (totals.memory_bytes, totals.shared_bytes)
         received, sent = network_bytes(self._root)
