@@ -5,10 +5,8 @@ The stop is proposed and decided.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -17,7 +15,7 @@ from tests.scale import Curve
 from toolkit.hang import Watchdog
 from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.messages import NodeAlive
-from toolkit.nodes.agent.reports import NodeProgress, RankReport, merge, parse
+from toolkit.nodes.agent.reports import NodeProgress, RankReport, parse
 from toolkit.ranks import older_torch
 from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
 from toolkit.ranks.stop.rounds import Round
@@ -97,11 +95,7 @@ def digests(ranks: int) -> Mapping[str, float]:
             assert heard.progress is not None
             dog.hear(f"node{number}", heard.progress)
     heard_s = time.process_time() - began
-    lengths = {
-        "bytes a node": len(frames[0]),
-        "bytes of all, merged": len(json.dumps(asdict(merge(dog.nodes.values())))),
-    }
-    return {**lengths, "agent ms": round(1000 * told_s, 2), "supervisor s": round(heard_s, 2)}
+    return {"bytes a node": len(frames[0]), "agent ms": round(1000 * told_s, 2), "supervisor s": round(heard_s, 2)}
 
 
 CURVES = [

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-import time
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from toolkit.nodes.agent.reports import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, RankReport, merge, parse
+from toolkit.nodes.agent.reports import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, RankReport, parse
 
 REPORT = RankReport(1, 3, "in a step", 7, 2)
 
@@ -130,34 +128,3 @@ GARBAGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"',
 @pytest.mark.parametrize("data", GARBAGE + [json.dumps({**asdict(REPORT), **odd}).encode() for odd in ODD])
 def test_what_no_rank_can_have_written_is_none(data: bytes) -> None:
     assert parse(data) is None
-
-
-# --------------------------------------------------------------------------------------------------------- many nodes
-
-
-def test_a_merged_digest_is_that_of_all_ranks() -> None:
-    nodes = [Digest(2, 8, 1, 5, 7, 9), Digest(2, 4, 0, 6, 3, 8), Digest(1, 8, 8, 99, 1, 99)]
-    assert merge(nodes) == Digest(2, 12, 1, 11, 3, 9)
-    assert merge([]) is None
-    assert merge([Digest(1, 1, 0, 1, None, None), Digest(1, 1, 0, 1, 4, 4)]) == Digest(1, 2, 0, 2, None, 4)
-
-
-def test_digests_may_be_merged_in_any_order_and_in_parts() -> None:
-    draw = random.Random(0)
-    step = [None, 1, 5, 9]
-    nodes = [Digest(draw.choice([2, 2, 3]), 8, draw.randrange(8), 3, draw.choice(step), 9) for _ in range(64)]
-    whole = merge(nodes)
-    draw.shuffle(nodes)
-    parts = [merge(nodes[first : first + 7]) for first in range(0, 64, 7)]
-    assert merge(part for part in parts if part is not None) == whole
-
-
-def test_a_digest_of_ten_thousand_nodes_is_as_short_as_of_one_and_merged_quickly() -> None:
-    """Before, reports of 32,768 ranks came every 10 s. The supervisor read each of them."""
-    nodes = [Digest(1, 8, 0, 1000 + number, 123_456, 123_457) for number in range(10_000)]
-    begun = time.monotonic()
-    whole = merge(nodes)
-    assert time.monotonic() - begun < 1
-    assert whole is not None
-    assert whole.ranks == 80_000
-    assert len(json.dumps(asdict(whole))) < 150

@@ -1,8 +1,7 @@
 """What a node's ranks report, the agent's digest of it, and the socket that carries it.
 
 A rank reports every second, whether anything is new or not: that is its sign of life. The agent keeps the newest report
-of each rank and sends the supervisor one :class:`Digest` a second. Digests of nodes are merged like those of ranks, so
-the result is as long for ten thousand ranks as for one.
+of each rank and sends the supervisor one :class:`Digest` a second.
 
 Each report is one message over an abstract Unix socket: a rank finds its name from inside a container, too, and it is
 gone as soon as the agent is. Every user of the node may connect to it, and may bind the name when an agent has ended.
@@ -22,7 +21,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +85,7 @@ class Standing(JsonRecord):
 
 @dataclass(frozen=True)
 class Digest(JsonRecord):
-    """The progress of the ranks of one node, or of several, in an attempt."""
+    """The progress of the ranks of one node in an attempt: as long for many ranks as for one."""
 
     attempt: int
     ranks: int  #: those that have reported
@@ -94,27 +93,6 @@ class Digest(JsonRecord):
     moves: int  #: how often one of them made progress; it only grows
     least: int | None  #: steps done by the rank that has done the fewest; None: one has done none
     most: int | None  #: steps done by the rank that has done the most
-
-
-def merge(digests: Iterable[Digest]) -> Digest | None:
-    """Return the digest of all ranks in ``digests``, those of the newest attempt. None without any digest."""
-    every = list(digests)
-    if not every:
-        return None
-    attempt = max(digest.attempt for digest in every)
-    now = [digest for digest in every if digest.attempt == attempt]
-    return Digest(
-        attempt,
-        sum(digest.ranks for digest in now),
-        sum(digest.silent for digest in now),
-        sum(digest.moves for digest in now),
-        *_bounds([digest.least for digest in now], [digest.most for digest in now]),
-    )
-
-
-def _bounds(least: list[int | None], most: list[int | None]) -> tuple[int | None, int | None]:
-    smallest = None if None in least else min(step for step in least if step is not None)
-    return smallest, max((step for step in most if step is not None), default=None)
 
 
 @dataclass
@@ -166,8 +144,10 @@ class NodeProgress:
         if not self._ranks:
             return None
         steps = [rank.position[0] for rank in self._ranks.values() if rank.position]
+        done = [step for step in steps if step is not None]
+        least = min(done) if len(done) == len(steps) else None
         silent = sum(map(self._is_silent, self._ranks.values()))
-        return Digest(self._attempt, len(steps), silent, self._moves, *_bounds(steps, steps))
+        return Digest(self._attempt, len(steps), silent, self._moves, least, max(done, default=None))
 
     def standing(self, attempt: int, rank: int) -> Standing | None:
         """Return where ``rank`` stands now; None where it has not reported in ``attempt``."""

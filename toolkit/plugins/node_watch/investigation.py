@@ -28,7 +28,6 @@ from toolkit.files.rundir import RunDir
 from toolkit.hang import STUCK_SHARE, Watchdog
 from toolkit.nodes.agent.messages import RankActivity, StacksAnswered, StacksOrder, WatchRanksOrder
 from toolkit.nodes.agent.reports import Digest, Standing
-from toolkit.nodes.agent.reports import merge as merge_digests
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import RunningRanks
 from toolkit.plugins.node_watch import silent_scripts, stack_digest
@@ -96,7 +95,6 @@ class Investigation:
         """Find out which rank is behind. Ranks that report write their stacks on a signal."""
         attempt = self._attempt
         if reports is not None:
-            log.info("all ranks together: %s", merge_digests(reports.nodes.values()))
             ranks = self._by_host(self._unknown(None, reports.still_s))
             self._have_stacks_written(ranks)
         else:
