@@ -57,8 +57,8 @@ class Site:
             self.launcher.open(command, environ, self.events)
             self.launcher.prepare(self.allocation.hosts)
             self.is_prepared = True
-        store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ, self.events)
-        self.launcher.start(self.attempt, self.allocation, command, environ, self.events, store)
+        store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ)
+        self.launcher.start(self.attempt, self.allocation, command, environ, store)
         happened: list[Any] = []
         while not happened or not isinstance(happened[-1], AllRanksEnded):
             happened.append(self.events.get(timeout=TIMEOUT_S))

@@ -31,14 +31,17 @@ def start(nodes: int) -> Mapping[str, float]:
     def send(host: str, order: Message) -> None:
         sizes.append(len(encoded(order)))
 
-    known = {"environ": dict(os.environ), "reports_token": "1", "ensure": lambda _: None}
+    calls = {"open": lambda *_, **__: None, "ensure": lambda _: None}
+    known = {"environ": dict(os.environ), "reports_token": "1", **calls}
     agents: Any = SimpleNamespace(hosts={*hosts}, send=send, lock=nullcontext(), **known)
     events: SimpleQueue[Any] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         launcher = AgentLauncher(rundir.create("scale", Path(folder)), allocation, agents)
-        store: Any = launcher.start_store(1, allocation.world_size, hosts[0], os.environ, events)
+        command = [*MODULE, "toolkit", "run"]
+        launcher.open(command, os.environ, events)
+        store: Any = launcher.start_store(1, allocation.world_size, hosts[0], os.environ)
         store.take('{"port": 7}\n')
-        launcher.start(1, allocation, [*MODULE, "toolkit", "run"], os.environ, events, store)
+        launcher.start(1, allocation, command, os.environ, store)
     orders = sizes[1:]  # the first one starts the store
     return {"orders": len(orders), "longest bytes": max(orders)}
 

@@ -17,12 +17,13 @@ ALLOCATION = Allocation(("node1", "node2", "node3"), (2, 2, 1), 4, job_id="7")
 
 def environments(folder: Path, allocation: Allocation, environ: dict[str, str]) -> list[dict[str, str]]:
     """Return what each rank's order adds to the environment of its agent, by rank."""
-    agents: Any = SimpleNamespace(
-        lock=nullcontext(), hosts=(), ensure=lambda _: None, environ=environ, reports_token="1"
-    )
+    calls = {"open": lambda *_, **__: None, "ensure": lambda _: None}
+    agents: Any = SimpleNamespace(lock=nullcontext(), hosts=(), environ=environ, reports_token="1", **calls)
     launcher = AgentLauncher(rundir.create("test", folder), allocation, agents)
-    store: Any = launcher.start_store(1, allocation.world_size, "node1", environ, SimpleQueue())
-    step: Any = launcher.start(1, allocation, [*MODULE, "toolkit", "run"], environ, SimpleQueue(), store)
+    command = [*MODULE, "toolkit", "run"]
+    launcher.open(command, environ, SimpleQueue())
+    store: Any = launcher.start_store(1, allocation.world_size, "node1", environ)
+    step: Any = launcher.start(1, allocation, command, environ, store)
     orders = [step.orders[host] for host in allocation.hosts]
     return [{**order.environ, **process.environ} for order in orders for process in order.processes]
 

@@ -109,9 +109,9 @@ class Site:
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
         if self.attempt == 1:
             self.prepare(environ)
-        self.store: Any = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ, self.events)
+        self.store: Any = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ)
         command = ["sh", "-c", script]
-        return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
+        return self.launcher.start(self.attempt, self.allocation, command, environ, self.store)
 
     def next(self) -> Any:
         """Return the next event of the ranks or the store. Ends with exit code 0 are left out."""
@@ -285,8 +285,8 @@ def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> Non
     site.start("true")
     assert site.next() == AllRanksEnded(0)
     environ = dict(os.environ)
-    store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
-    site.launcher.start(2, site.allocation, ["no-such-program"], environ, site.events, store)
+    store = site.launcher.start_store(2, 1, "127.0.0.1", environ)
+    site.launcher.start(2, site.allocation, ["no-such-program"], environ, store)
     failed = site.next()
     assert isinstance(failed, LaunchFailed)
     assert failed.ranks == (0,)

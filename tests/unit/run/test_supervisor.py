@@ -87,15 +87,9 @@ class Ranks:
         return Store()
 
     def start(
-        self,
-        attempt: int,
-        allocation: Allocation,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        events: Events,
-        store: Any,
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], store: Any
     ) -> Ranks:
-        self.attempt, self.events, self.environ, self.hosts = attempt, events, environ, allocation.hosts
+        self.attempt, self.environ, self.hosts = attempt, environ, allocation.hosts
         self._acts.pop(0)(self)
         return self
 

@@ -206,29 +206,21 @@ class AgentLauncher(AgentUser):
         self.agents.wait_for_returning(hosts, self._return_by)
         self.agents.ensure(hosts)
 
-    def start_store(
-        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
-    ) -> Store:
+    def start_store(self, attempt: int, world_size: int, host: str, environ: Mapping[str, str]) -> Store:
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
         process = messages.OrderedProcess(None, {}, str(self._run.attempt_logs(attempt) / "store.log"))
-        store = AgentStore(attempt, self._allocation.hosts[0], events, self.agents)
+        store = AgentStore(attempt, self._allocation.hosts[0], self._events, self.agents)
         order = self._order(attempt, command, environ, [process])
         with self.agents.lock:
             self._store, self._store_order = store, order
         return store
 
     def start(
-        self,
-        attempt: int,
-        allocation: Allocation,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        events: Events,
-        store: Store,
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], store: Store
     ) -> RunningRanks:
         assert isinstance(store, AgentStore)
-        ranks = AgentRanks(attempt, allocation, events, self.agents)
+        ranks = AgentRanks(attempt, allocation, self._events, self.agents)
         # The order of each node holds all its ranks, so one message starts them.
         binds = "affinity" in self._settings().task_plugins
         cpus_of = allocation.cpus_of

@@ -120,25 +120,17 @@ class Launcher(Protocol):
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
         """Let agents connect, which are prepared for ranks that run ``command``. Called once, before all else.
 
-        Those that a killed supervisor has left return now, if they can start ranks.
+        All that happens goes into ``events``. Agents of a killed supervisor return now, if they can start ranks.
         """
 
     def prepare(self, hosts: Collection[str]) -> None:
         """Start the agents of all nodes, those of ``hosts`` first. Waits only for those that may return."""
 
-    def start_store(
-        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
-    ) -> Store:
+    def start_store(self, attempt: int, world_size: int, host: str, environ: Mapping[str, str]) -> Store:
         """Start the store on this node, at its address ``host``."""
 
     def start(
-        self,
-        attempt: int,
-        allocation: Allocation,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        events: Events,
-        store: Store,
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], store: Store
     ) -> RunningRanks:
         """Start ``command`` on every rank of ``allocation``, with the store's port as ``MASTER_PORT``."""
 

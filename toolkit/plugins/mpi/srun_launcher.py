@@ -82,26 +82,19 @@ class SrunLauncher(AgentUser):
 
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
         """Let new agents connect. Those of a dead supervisor must leave: their ranks notice it, and end."""
+        self._events = events
         self._agents.open(environ, events, self)
 
     def prepare(self, hosts: Collection[str]) -> None:
         """Start the agents. They start no ranks."""
         self._agents.ensure(hosts)
 
-    def start_store(
-        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
-    ) -> StoreHost:
+    def start_store(self, attempt: int, world_size: int, host: str, environ: Mapping[str, str]) -> StoreHost:
         log_path = self._run.attempt_logs(attempt) / "store.log"
-        return StoreHost(world_size, host, environ, events, log_path, self._container)
+        return StoreHost(world_size, host, environ, self._events, log_path, self._container)
 
     def start(
-        self,
-        attempt: int,
-        allocation: Allocation,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        events: Events,
-        store: Store,
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], store: Store
     ) -> RunningRanks:
         """Start the ranks. They get their numbers from the step's variables."""
         assert allocation.job_id is not None
@@ -133,7 +126,7 @@ class SrunLauncher(AgentUser):
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
         srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt), parents=1) / "hostfile")
-        step = _SrunRanks(srun, plan.name or "", allocation, self._slurm, events, self._agents)
+        step = _SrunRanks(srun, plan.name or "", allocation, self._slurm, self._events, self._agents)
         self._step = step
         self._agents.ensure(allocation.hosts)
         threading.Thread(target=step.wait, daemon=True).start()

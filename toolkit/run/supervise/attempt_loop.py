@@ -65,13 +65,13 @@ def run_attempt(context: Context, attempt: Attempt, launcher: Launcher, care: No
     context.journal.set_status(RunState.STARTING, attempt)
     hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
     log.info("attempt %d: %d rank%s on %s", number, plan.world_size, "" if plan.world_size == 1 else "s", hosts)
-    environ, events = context.rank_environ(number), context.events
+    environ = context.rank_environ(number)
     # The ranks meet at this address, so all their nodes must reach it.
     host = job_address(context.allocation.hosts[0], plan.hosts, environ)
-    store = launcher.start_store(number, plan.world_size, host, environ, events)
+    store = launcher.start_store(number, plan.world_size, host, environ)
     if host != wildcard():  # else each rank uses the address from which srun started it
         environ["MASTER_ADDR"] = host
-    running = launcher.start(number, plan, context.rank_command(), environ, events, store)
+    running = launcher.start(number, plan, context.rank_command(), environ, store)
     AttemptLoop(context, attempt, running, store, care).run()
 
 
