@@ -146,7 +146,10 @@ class Allocation:
         )
 
     def in_order(self, slurm: SlurmCommands) -> Allocation:
-        """Return it with near nodes next to each other in each component. The last are the spares."""
+        """Return it with near nodes next to each other in each component, where Slurm tells how they are connected.
+
+        The last ones are the spares: the first spare is then the nearest to each node that it can replace.
+        """
         component_of = self._component_of
         return self.on(sorted(node_order(self.hosts, slurm), key=lambda host: component_of.get(host, 0)))
 

@@ -124,7 +124,7 @@ def unanswered(net: Path = Path("/proc/net")) -> set[str]:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in (net / name).read_text().splitlines()[1:]:
-                fields = line.split()
+                fields = line.split()  # 2: remote address and port; 3: state; 6: how often the kernel has tried again
                 # A request that was sent again has waited for a second or longer.
                 if fields[3] == _SYN_SENT and int(fields[6], 16) > 0:
                     # The kernel writes an address as hexadecimal 32-bit words in its own byte order.
