@@ -151,7 +151,7 @@ def test_a_sweep_is_one_row_until_an_hour_after_its_end(hour: Hour) -> None:
     shutil.rmtree(first.path)
     array = ArrayRecord(tuple(points), "token", "slurm", is_array=True, job_id=job)
     fsio.write_json(sweep.next_array("token"), array.to_json())
-    sweep.write_record(SweepRecord("mine.yaml", hour.slurm.now, stamp))
+    fsio.write_json(sweep.path / "sweep.json", SweepRecord("mine.yaml", hour.slurm.now, stamp).to_json())
     single, watcher = hour.run("running", "9"), hour.watcher()
     rows = watcher.rows()
     assert [row.run for row in rows] == ["seeds", single.id]

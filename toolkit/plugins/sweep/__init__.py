@@ -1,4 +1,1 @@
-"""Sweeps: many runs of one config with other values.
-
-They are submitted as job arrays, and looked after by one name.
-"""
+"""Sweeps: many runs of one config with other values, submitted as job arrays, and looked after by one name."""

@@ -1,8 +1,8 @@
 """Finds out whether the runs that another run waits for have completed.
 
 A run is more than one job of Slurm: it is requeued, and follow-up jobs take it over. So Slurm only keeps the waiting
-job in the queue until the jobs that the others have at present are over. Whether the others have completed is read from
-their results when the waiting job starts, see `toolkit.plugins.sweep.waiting`.
+job in the queue until the others' current jobs are over. Whether the others have completed is read from their results
+when the waiting job starts, see `toolkit.plugins.sweep.waiting`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class UnfinishedRun:
 
     run: RunDir
     result: RunResult | None
-    jobs: tuple[RunJobs, ...] = ()  #: its Slurm jobs
+    jobs: RunJobs | None = None  #: its Slurm jobs, if it has no result
     works_here: bool = False  #: whether it has a process on a machine without Slurm
     is_starting: bool = False  #: whether it is being submitted at this moment
-    cluster: str = ""  #: the other cluster that has its job
+    is_elsewhere: bool = False  #: whether another cluster has its job
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """How the runs stand that have not completed."""
+    """The states of the runs that have not completed."""
 
-    ended: Sequence[str]  #: a line for each run with a result that has not completed and has no job any more
+    ended: Sequence[str]  #: a line for each run with a result that has not completed and no longer has a job
     lost: Sequence[str]  #: a line for each run without a result, a job or a process
     jobs: Sequence[str]  #: the ids of the jobs that are not over
     working: Sequence[UnfinishedRun]  #: those that may still complete
@@ -56,36 +56,32 @@ class Outlook:
 
 
 def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
-    """Return how all awaited runs stand. Asks Slurm once.
-
-    Raises SlurmError, and DamagedFileError where a sweep cannot be read.
-    """
+    """Return the states of all awaited runs. Asks Slurm once. Raises SlurmError, or DamagedFileError."""
     awaited = list(_unfinished(record))
-    jobs = [job for each in awaited for job in each.jobs]
-    here = cluster_name.name_here() if any(job.cluster for job in jobs) else ""
-    jobs = [job for job in jobs if not job.is_elsewhere(here)]
-    asked = sorted({id_ for job in jobs for id_ in job.ids})
+    jobs = [each.jobs for each in awaited if each.jobs is not None]
+    here = cluster_name.name_here() if any(of_run.cluster for of_run in jobs) else ""
+    jobs = [of_run for of_run in jobs if not of_run.is_elsewhere(here)]
+    asked = sorted({id_ for of_run in jobs for id_ in of_run.ids})
     answers = show_jobs(asked) if asked else {}
-    going = {id_ for job in jobs for id_ in submitted_run.of_jobs(job, answers, here).unfinished}
+    unfinished = {id_ for of_run in jobs for id_ in submitted_run.of_jobs(of_run, answers, here).unfinished}
     ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"
-        here_ids = {id_ for job in each.jobs if not job.is_elsewhere(here) for id_ in job.ids}
-        cluster = next((job.cluster for job in each.jobs if job.is_elsewhere(here)), "") if each.result is None else ""
-        if going & here_ids or cluster or each.works_here or each.is_starting:
-            working.append(replace(each, cluster=cluster))
+        is_elsewhere = each.jobs is not None and each.jobs.is_elsewhere(here)
+        has_job = each.jobs is not None and not unfinished.isdisjoint(each.jobs.ids)
+        if has_job or is_elsewhere or each.works_here or each.is_starting:
+            working.append(replace(each, is_elsewhere=is_elsewhere))
         elif each.result is not None:
             state, why = each.result.state, each.result.why or ""
-            how = f"is {state}"
             # Of a run that has waited in vain as well the first words are enough: the rest may be a long chain.
             why = NEVER_STARTED if why.startswith(NEVER_STARTED) else why
-            how += f" ({why})" if why and why != state else ""
-            ended.append(f"{name} {how}; `toolkit resume {each.run.id}` goes on with it")
+            why = f" ({why})" if why and why != state else ""
+            ended.append(f"{name} is {state}{why}; `toolkit resume {each.run.id}` continues it")
         elif each.run.path.is_dir():
             lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
         else:
             lost.append(f"{name} has no folder")
-    return Outlook(ended, lost, sorted(going), working)
+    return Outlook(ended, lost, sorted(unfinished), working)
 
 
 def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
@@ -113,25 +109,22 @@ def _how_it_may_end(run: RunDir, jobs: RunJobs) -> UnfinishedRun | None:
     owner = run.owner()
     is_starting = ownership.is_being_submitted(run, owner)
     if owner is None or owner.executor == "slurm":
-        return UnfinishedRun(run, None, (jobs,), is_starting=is_starting)
+        return UnfinishedRun(run, None, jobs, is_starting=is_starting)
     return UnfinishedRun(run, None, works_here=is_starting or not SubmittedRun(run, *submitter_of(run)).is_over())
-
-
-# ---------------------------------------------------------------------------------------------------------- submitting
 
 
 def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
     """Return the record of these runs and sweeps; None if all have completed.
 
-    It is for a run or a sweep that is submitted now. Raises RequestError for a name that cannot be waited for: it is
-    unknown, has ended without having completed, could be changed by other users, or runs where Slurm does not see it.
+    Raises RequestError for a name that cannot be waited for: it is unknown, has ended without having completed, could
+    be changed by other users, or runs where Slurm does not see it.
     """
     if executor == "debug":
         raise RequestError("--after: with the executor debug a run starts right here; leave one of the two out")
     found = [_find(name) for name in names]
     # Another user who can write to the folder could forge its result.
-    for each in found:
-        trust.refuse_of_others(each, f"--after: others could say how {each.name} has ended")
+    for path in found:
+        trust.refuse_of_others(path, f"--after: others could say how {path.name} has ended")
     sweeps = [path for path in found if path.parent.name == rundir.SWEEPS]
     record = AfterRecord(
         runs=tuple(str(path) for path in found if path not in sweeps), sweeps=tuple(str(path) for path in sweeps)
@@ -144,12 +137,12 @@ def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecor
             f"--after: run {unseen.name}/{unseen.id} runs on a machine without Slurm, where a job of Slurm cannot wait "
             "for its end; use --executor local, or wait until it has completed"
         )
-    far = next((each for each in stands.working if each.cluster), None)
-    if far is not None:
-        raise RequestError(
-            f"--after: run {far.run.name}/{far.run.id} has its job on the cluster {far.cluster}, for which a job of "
-            "this cluster cannot wait; submit there, or wait until it has completed"
-        )
+    for each in stands.working:
+        if each.is_elsewhere and each.jobs is not None:
+            raise RequestError(
+                f"--after: run {each.run.name}/{each.run.id} has its job on the cluster {each.jobs.cluster}, for which "
+                "a job of this cluster cannot wait; submit there, or wait until it has completed"
+            )
     return None if stands.is_met else record
 
 
@@ -169,7 +162,7 @@ def begin_with(config: JobConfig, record: AfterRecord) -> bool:
 
 
 def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
-    """Return how all awaited runs stand. Raises RequestError if one has ended without having completed."""
+    """Return the states of all awaited runs. Raises RequestError if one has ended without having completed."""
     stands = outlook(record, show_jobs)
     for why in (*stands.ended, *stands.lost):
         raise RequestError(f"--after: {why}; until it works again it cannot be waited for")

@@ -10,6 +10,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -65,9 +66,8 @@ Axis: TypeAlias = Discrete | Span
 
 def parse(key: str, text: str) -> Axis | None:
     """Return the axis that ``key=text`` describes; None for a single value. Raises RequestError, naming the key."""
-    axes = [_piece(key, piece) for piece in split(key, text)]
-    if all(axis is None for axis in axes) and len(axes) == 1:
-        return None
+    pieces = split(key, text)
+    axes = [_piece(key, piece) for piece in pieces]
     if len(axes) == 1:
         return axes[0]
     if any(isinstance(axis, Span) for axis in axes):
@@ -76,7 +76,7 @@ def parse(key: str, text: str) -> Axis | None:
     counts = sum(len(axis) if isinstance(axis, Discrete) else 1 for axis in axes)
     refuse_many(counts, key)
     texts: list[str] = []
-    for piece, axis in zip(split(key, text), axes, strict=True):
+    for piece, axis in zip(pieces, axes, strict=True):
         texts += map(str, axis.texts) if isinstance(axis, Discrete) else [piece]
     return of_list(texts)
 
@@ -151,9 +151,6 @@ def _not_empty(key: str, text: str, numbers: range) -> Discrete:
     return Discrete(numbers)
 
 
-# ------------------------------------------------------------------------------------------------ grid and samples
-
-
 def grid(axes: Mapping[str, Axis]) -> Iterator[Values]:
     """Yield every combination; the last axis changes fastest. Raises RequestError where there are too many."""
     spans = [key for key, axis in axes.items() if isinstance(axis, Span)]
@@ -169,9 +166,7 @@ def grid(axes: Mapping[str, Axis]) -> Iterator[Values]:
 
 def sample(axes: Mapping[str, Axis], count: int, seed: int) -> Iterator[Values]:
     """Yield ``count`` different points, fewer where there are no more. A larger count begins with the same ones."""
-    refuse_many(count, "this sample")
-    if count < 1:
-        raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
+    _refuse_size(count)
     source = random.Random(seed)  # no secret
     seen = set[tuple[str, ...]]()
     # With few combinations a sample repeats some. After ten times as many draws the rest is not worth the search.
@@ -185,6 +180,12 @@ def sample(axes: Mapping[str, Axis], count: int, seed: int) -> Iterator[Values]:
             return
 
 
+def _refuse_size(count: int) -> None:
+    refuse_many(count, "this sample")
+    if count < 1:
+        raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
+
+
 def refuse_many(count: int, what: str) -> None:
     """Raise RequestError for more points than a sweep may have."""
     if count > MOST_POINTS:
@@ -192,9 +193,6 @@ def refuse_many(count: int, what: str) -> None:
             f"{what}: {count:,} points are more than the {MOST_POINTS:,} that a sweep may have; take fewer values, or "
             "--random N"
         )
-
-
-# --------------------------------------------------------------------------------------------------------------- Optuna
 
 
 class Tried(NamedTuple):
@@ -225,12 +223,10 @@ def draw(
     The sweep's files are Optuna's memory. A study is made of them for each call, and thrown away: a submitter that is
     killed leaves nothing that could disagree. Raises RequestError.
     """
-    refuse_many(count, "this sample")
+    _refuse_size(count)
     for name, axis in axes.items():
         if isinstance(axis, Discrete):  # Optuna takes such values as a list
             refuse_many(len(axis), f"--optuna: {name}")
-    if count < 1:
-        raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
     try:
         import optuna
         from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
@@ -276,18 +272,15 @@ def draw(
 
 def _as_drawn(axis: Axis, value: Any) -> str | float | None:
     """Return a value as Optuna knows it. None if the axis does not have it."""
-    if isinstance(axis, Discrete):
-        return next((text for text in map(axis.at, range(len(axis))) if _means(text, value)), None)
-    if not isinstance(value, (int, float)) or not axis.least <= value <= axis.most:
-        return None
-    return min(max(float(f"{value:.6g}"), axis.least), axis.most)
-
-
-def _means(text: str, value: Any) -> bool:
-    """True if a config reads ``value`` from this text."""
-    if text == str(value):
-        return True
-    try:
-        return not isinstance(value, bool) and isinstance(value, (int, float)) and float(text) == value
-    except ValueError:
-        return text.lower() == str(value).lower()
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(axis, Span):
+        is_within = is_number and axis.least <= value <= axis.most
+        return min(max(float(f"{value:.6g}"), axis.least), axis.most) if is_within else None
+    # A text of the axis from which a config would read the value: 1e-3 for 0.001, True for true.
+    for text in map(axis.at, range(len(axis))):
+        if text.lower() == str(value).lower():
+            return text
+        with suppress(ValueError):
+            if is_number and float(text) == value:
+                return text
+    return None

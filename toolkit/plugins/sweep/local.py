@@ -111,7 +111,7 @@ def _is_at_work(run: Run) -> bool:
 
 
 def _has_ended(run: RunDir, token: str) -> bool:
-    """True for a run that waits here no more: it was removed, or resumed by its user. End one that is to stop."""
+    """True for a run that no longer waits here: it was removed, or resumed by its user. End one that is to stop."""
     owner = run.owner()
     if owner is None or owner.token != token or run.result() is not None:
         return True
@@ -122,7 +122,6 @@ def _has_ended(run: RunDir, token: str) -> bool:
 
 
 def _most_at_a_time(sweep: SweepDir, run: RunDir) -> int:
-    """Return as many as were asked for, or else as this machine has CPUs for."""
     with suppress(DamagedFileError):  # listings name the file
         record = sweep.record()
         if record is not None and record.max_running is not None:
@@ -140,7 +139,7 @@ def _start(run: RunDir) -> Run | None:
         return executors.send(run, configs.load_config(run.config, site=False), "local", owner)
 
     try:
-        return outages.persist(send, run.path, "started")  # a full disk passes
+        return outages.persist(send, run.path, "started")
     except (ToolkitError, OSError) as error:
         log.error("run %s cannot be started: %s", run.id, error)
         write_ended(run, RunState.FAILED, f"it could not be started: {error}")

@@ -43,7 +43,7 @@ _MANY = 200
 
 @dataclass(frozen=True)
 class Options:
-    """How the points are chosen and run. None: not said."""
+    """How the points are chosen and run. None: not given."""
 
     name: str | None = None
     random: int | None = None
@@ -63,10 +63,7 @@ class SweepRequest:
     options: Options
 
     def points(self, before: Sequence[Tried] = (), metric: str = "") -> Iterator[Values]:
-        """Return the values of each point: of a grid, of a sample, or Optuna's.
-
-        Optuna adds points to those ``before``.
-        """
+        """Return the values of each point: of a grid, of a sample, or those that Optuna adds to ``before``."""
         if not self.axes:
             raise RequestError(
                 "a sweep needs a key with several values, such as optim.lr=1e-4,1e-3 or train.seed=0..4; "
@@ -75,12 +72,10 @@ class SweepRequest:
         random, optuna = self.options.random, self.options.optuna
         if random is not None and optuna is not None:
             raise RequestError("--random and --optuna: a sample is one of them")
+        seed = self.options.seed or 0
         if optuna is not None:
-            less = metric.startswith("-")
-            return iter(axes.draw(self.axes, optuna, self.options.seed or 0, before, less_is_better=less))
-        if random is not None:
-            return axes.sample(self.axes, random, self.options.seed or 0)
-        return axes.grid(self.axes)
+            return iter(axes.draw(self.axes, optuna, seed, before, less_is_better=metric.startswith("-")))
+        return axes.grid(self.axes) if random is None else axes.sample(self.axes, random, seed)
 
 
 def read(config: str | Path, overrides: Sequence[str], options: Options) -> SweepRequest:
@@ -110,7 +105,7 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
     if not isinstance(node, MappingNode):
         raise layer.error(node, "sweep: is a section: give it keys, such as optim.lr: [1e-4, 1e-3]")
     found: dict[str, Axis] = {}
-    said: dict[str, Any] = {}
+    there: dict[str, Any] = {}
     kinds = {field.name: str(field.type) for field in fields(Options)}
     for key, (key_node, value) in layer.pairs(node).items():
         # A key is an option of the sweep, a key to sweep, or a mistake.
@@ -119,7 +114,7 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
             text = value.value if isinstance(value, ScalarNode) else ""
             if not text or (is_number and not re.fullmatch(r"\d{1,9}", text)):
                 raise layer.error(value, f"sweep.{key}: takes {'a whole number' if is_number else 'a word'}")
-            said[key] = int(text) if is_number else str(text)
+            there[key] = int(text) if is_number else str(text)
         elif "." in key or key in configs.all_keys():
             # A YAML list holds the values; a text is read as on the command line.
             if isinstance(value, SequenceNode):
@@ -140,7 +135,7 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
                 f"sweep: {key!r} is neither a key of the config nor one of {', '.join(kinds)}; {hint}".rstrip("; "),
             )
     given = {name: value for name in kinds if (value := getattr(options, name)) is not None}
-    return found, replace(options, **{**said, **given})
+    return found, replace(options, **{**there, **given})
 
 
 def _text(layer: Any, node: Node, key: str) -> str:
@@ -149,9 +144,6 @@ def _text(layer: Any, node: Node, key: str) -> str:
         raise layer.error(node, f"sweep: {key}: takes single values; put a list as a value in quotes: '[1, 2]'")
     is_plain = node.style is None or (node.style in "'\"" and str(node.value)[:1] in "[{")
     return str(node.value) if is_plain else "'" + str(node.value).replace("'", "''") + "'"
-
-
-# ------------------------------------------------------------------------------------------------------------- points
 
 
 @dataclass(frozen=True)
@@ -196,7 +188,6 @@ def checked(
 def _checked(
     request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None, texts: Values
 ) -> CheckedPoint:
-    """Return the point with these values. Raises ConfigError or RequestError if it is refused."""
     overrides = [f"{key}={text}" for key, text in texts.items()]
     try:
         config = prepare.load(request.config, [*request.fixed, *overrides], project, sweep=True)
@@ -206,7 +197,12 @@ def _checked(
         raise ConfigError(f"{error} (at the point {', '.join(overrides)})") from None
     if config.cluster.components:
         raise ConfigError("cluster.components: Slurm has no arrays of heterogeneous jobs; submit each point by itself")
-    values = {key: _value_at(config, parts_of(key)) for key in texts}
+    values = {}
+    for key in texts:
+        value: Any = config
+        for part in parts_of(key):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        values[key] = value
     prepare.fix_paths(config, project)
     return CheckedPoint(_identity(config), values, config)
 
@@ -228,11 +224,4 @@ def _defaults() -> dict[str, Any]:
 
 
 def _is_beside(key: str) -> bool:
-    """True if the key does not decide what a run computes."""
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in _BESIDE_THE_RESULT)
-
-
-def _value_at(config: Any, parts: Sequence[str]) -> Any:
-    for part in parts:
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
-    return config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,6 @@ class PointRow:
         """True if the point has ended without its result, or will never start."""
         return state_word(self.state) in _TO_RETRY
 
-    @property
-    def metrics(self) -> Mapping[str, float | None]:
-        return self.row.metrics
-
 
 def of_points(sweep: SweepDir, rows_of: RowsOfRuns) -> list[PointRow]:
     """Return every point, in the order of its submission. Raises DamagedFileError."""
@@ -72,10 +68,7 @@ def of_points(sweep: SweepDir, rows_of: RowsOfRuns) -> list[PointRow]:
 
 
 def newest(runs: Sequence[RunDir], sweeps: Sequence[Path], rows_of: RowsOfRuns, most: int = 10) -> list[RunRow]:
-    """Return the rows of the ``most`` newest runs and sweeps, oldest first.
-
-    A sweep stands for the runs of its points.
-    """
+    """Return the rows of the ``most`` newest runs and sweeps, oldest first. A sweep stands for its points' runs."""
     single, stamped = fold(runs, sweeps)
     entries: list[tuple[str, RunDir | SweepDir]] = [*((run.id, run) for run in single), *stamped]
     shown = [entry for _, entry in sorted(entries, key=lambda each: each[0])[-most:]]

@@ -50,7 +50,6 @@ from toolkit.slurm.jobs import base_id
 
 #: The most jobs, one a point, where a site has no job arrays. More would overload its controller.
 MOST_SINGLE_JOBS = 200
-_NO_METRIC = "runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
 
 log = logs.get(__name__)
 
@@ -80,22 +79,15 @@ def check(
     before: list[axes.Tried] = []
     metric = ""
     if asked.options.optuna is not None:
-        config = _config(asked, project, ())
-        sweep = _sweep(asked, config)
+        config = load(asked.config, asked.fixed, project, sweep=True)
+        sweep = sweep_folder.of_name(asked.options.name or config.name)
         metric = _metric(asked, config) or getattr(sweep.record(), "metric", None) or ""
         if not metric:
-            raise RequestError(f"--optuna: {_NO_METRIC}")
+            raise RequestError(
+                "--optuna: runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
+            )
         before = axes.tried(sweep, metric)
     return request.checked(asked, project, executor, waits_for, before, metric)
-
-
-def _config(asked: SweepRequest, project: Path, found: Sequence[CheckedPoint]) -> JobConfig:
-    """Return the config of the first point. Without points, return the one without the swept keys."""
-    return found[0].config if found else load(asked.config, asked.fixed, project, sweep=True)
-
-
-def _sweep(asked: SweepRequest, config: JobConfig) -> SweepDir:
-    return sweep_folder.of_name(asked.options.name or config.name)
 
 
 def _metric(asked: SweepRequest, config: JobConfig) -> str | None:
@@ -116,8 +108,8 @@ def submit(
     chosen, slurm = choose_executor(executor), slurm or Slurm()
     waits_for = single.awaited(after, chosen, slurm.show_jobs)
     found = check(asked, project, chosen, waits_for)
-    config = _config(asked, project, found)
-    sweep = _sweep(asked, config)
+    config = found[0].config if found else load(asked.config, asked.fixed, project, sweep=True)
+    sweep = sweep_folder.of_name(asked.options.name or config.name)
     if waits_for is not None:
         _refuse_circle(waits_for, sweep)
     with sweep.locked():
@@ -135,8 +127,7 @@ def submit(
 def retry(sweep: SweepDir, points: Sequence[Point], slurm: SlurmCommands | None = None) -> tuple[list[str], set[str]]:
     """Submit those of the points again that have ended, and what an interrupted submission left.
 
-    Return the ids of the arrays and of all points in them. Each point continues from its run's last checkpoint. Raises
-    RequestError for a sweep without its record.
+    Return the ids of the arrays and of all points in them. Raises RequestError for a sweep without its record.
     """
     record = sweep.record()
     if record is None:
@@ -174,19 +165,17 @@ def _array_size(slurm: SlurmCommands, options: Options, count: int) -> int:
 def _prepare(sweep: SweepDir, asked: SweepRequest, project: Path, config: JobConfig) -> SweepRecord:
     """Write what all points share: the sources, unless they are there, and what was asked for. Return the record."""
     before, now = sweep.record(), time.time()
-    record = before or SweepRecord(str(asked.config), now, rundir.id_time(now), metric=None, max_running=None)
-    # What this call says replaces what earlier ones said.
-    said = {"metric": _metric(asked, config), "max_running": asked.options.max_running}
-    record = record.replace(
-        config=str(asked.config), **{key: value for key, value in said.items() if value is not None}
-    )
+    record = before or SweepRecord(str(asked.config), now, rundir.id_time(now))
+    # What this call asks for replaces what earlier ones asked for.
+    new = {"metric": _metric(asked, config), "max_running": asked.options.max_running}
+    record = record.replace(config=str(asked.config), **{key: value for key, value in new.items() if value is not None})
     fsio.make_dir(sweep.path / "logs")
     if config.job != configs.FOREIGN_JOB:
         snapshot.take_first(project, sweep.path)
     elif snapshot.home_of(sweep.path) is None:
         snapshot.note_folder(sweep.as_run)
     if record != before:
-        sweep.write_record(record)
+        fsio.write_json(sweep.path / "sweep.json", record.to_json())
     return record
 
 
@@ -210,9 +199,6 @@ def _new_points(sweep: SweepDir, record: SweepRecord, found: Sequence[CheckedPoi
     return new
 
 
-# --------------------------------------------------------------------------------------------------------------- arrays
-
-
 @dataclass(frozen=True)
 class _Unsent:
     """A point to be submitted. A submitter who takes its run after the owner of ``number`` keeps it."""
@@ -224,7 +210,7 @@ class _Unsent:
 
 
 class _Sender:
-    """Submits points of a sweep as arrays of at most ``size``. ``jobs`` and ``sent`` are those of its arrays so far."""
+    """Submits points of a sweep as arrays of at most ``size``. ``jobs`` and ``sent`` are the ids so far."""
 
     def __init__(self, sweep: SweepDir, record: SweepRecord, executor: str, slurm: SlurmCommands, size: int) -> None:
         self._sweep, self._record, self._executor, self._slurm, self._size = sweep, record, executor, slurm, size
@@ -255,7 +241,7 @@ class _Sender:
                 self._send(array, is_new=True)
 
     def send_again(self, points: Sequence[_Unsent]) -> None:
-        """Submit runs that exist. Those that Slurm refuses stay as they are."""
+        """Submit runs that exist, each from its last checkpoint. Those that Slurm refuses stay as they are."""
         for each in points:
             rundir.refuse_code_of_others(each.run)
         with self._explained(len(points), f"`toolkit sweep retry {self._sweep.name}` submits them when there is room"):
@@ -303,15 +289,20 @@ class _Sender:
         path, is_array = self._sweep.next_array(token), self._executor == "slurm" and self._size > 1
         array = ArrayRecord(tuple(each.point for each, _ in taken), token, self._executor, is_array=is_array)
         fsio.write_json(path, array.to_json())
+
+        def become_owner(each: _Unsent, number: int) -> None:
+            ownership.submit_as(each.run, self._executor, number, token)
+            executors.note_queued(each.run)
+
         try:
             with contextlib.ExitStack() as stack:
                 for each, number in () if is_new else taken:
                     stack.enter_context(ownership.restored_on_error(each.run, number))
                     stop_request.clear(each.run)
                     nodes.forget(each.run)
-                    # Before this submission is the owner: who knows of it must find no result of before.
+                    # Before this submission is the owner: who knows of it must find no earlier result.
                     each.run.clear_result()
-                _for_each(partial(_become_owner, self._executor, token), taken)
+                _for_each(become_owner, taken)
                 job = local.start(path) if self._executor == "local" else self._sbatch(path, array, points[0].config)
         except SlurmRefusedError:
             # The record goes last: it names what is left if this is interrupted.
@@ -334,26 +325,22 @@ class _Sender:
         options = [f"--output={self._sweep.path}/logs/{'%A_%a' if array.is_array else '%j'}.out"]
         if array.is_array:
             options.append(f"--array=0-{len(array.points) - 1}" + (f"%{limit}" if limit else ""))
-        waits_for = [*(self._last_array() if limit else []), *self._jobs_awaited_by(array.points)]
+        waits_for: list[str] = []
+        if limit:  # it is for all arrays together: they run one after the other
+            here = cluster_name.name_here()
+            arrays = [each for each in self._sweep.arrays().values() if each.is_array and each.cluster in ("", here)]
+            waits_for = [each.job_id for each in arrays if each.job_id is not None][-1:]
+        # Jobs that must have ended before the first point can start. The other points find theirs when they start.
+        records = (self._sweep.run_of(point).after() for point in array.points)
+        if (record := next((each for each in records if each is not None), None)) is not None:
+            waits_for += awaited.outlook(record, self._slurm.show_jobs).jobs
         if waits_for:  # on the command line, where it would replace one that the config has for all points
-            own = values["additional_parameters"].get("dependency")
-            options.append(f"--dependency={own + ',' if own else ''}afterany:{':'.join(waits_for)}")
+            other = values["additional_parameters"].get("dependency")
+            options.append(f"--dependency={other + ',' if other else ''}afterany:{':'.join(waits_for)}")
         script = path.with_suffix(".sh")
         fsio.write_atomic(script, _script(self._sweep, array, values))
         with snapshot.at_home(self._sweep.path):
             return self._slurm.sbatch([*options, str(script)])
-
-    def _last_array(self) -> list[str]:
-        """Return the job of the array before. The limit is for all arrays together: they run one after the other."""
-        here = cluster_name.name_here()
-        arrays = [each for each in self._sweep.arrays().values() if each.is_array and each.cluster in ("", here)]
-        return [each.job_id for each in arrays if each.job_id is not None][-1:]
-
-    def _jobs_awaited_by(self, points: Sequence[Point]) -> list[str]:
-        """Return the jobs that must have ended before the first point can start. Others find it out when they start."""
-        records = (self._sweep.run_of(point).after() for point in points)
-        record = next((each for each in records if each is not None), None)
-        return [] if record is None else list(awaited.outlook(record, self._slurm.show_jobs).jobs)
 
 
 def _script(sweep: SweepDir, array: ArrayRecord, values: Mapping[str, Any]) -> str:
@@ -380,11 +367,6 @@ def _for_each(write: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) 
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda each: write(*each), arguments):
             pass
-
-
-def _become_owner(executor: str, token: str, point: _Unsent, number: int) -> None:
-    ownership.submit_as(point.run, executor, number, token)
-    executors.note_queued(point.run)
 
 
 def _dump(configs_: Iterable[JobConfig]) -> Iterator[str]:
@@ -441,12 +423,9 @@ def _remove(array: Path) -> None:
     array.with_suffix(".sh").unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------- what is to be sent
-
-
 @contextlib.contextmanager
 def _spared(run: RunDir, unread: dict[RunDir, Exception]) -> Iterator[None]:
-    """Note a run that has a file which cannot be read: it keeps no other run from being sent, or stopped."""
+    """Note a run with a file that cannot be read, which must not keep other runs from being sent or stopped."""
     try:
         yield
     except (ToolkitError, OSError) as error:
@@ -474,7 +453,7 @@ def _left(sweep: SweepDir, slurm: SlurmCommands) -> list[_Unsent]:
                 is_ours = owner is None or owner.token == array.token
                 if is_ours and run.result() is None and run.config.exists():
                     left[run] = _Unsent(point, run, configs.load_config(run.config, site=False), number)
-    _warn(unread, "left out")
+    _warn(unread)
     return list(left.values())
 
 
@@ -491,13 +470,13 @@ def _ended(sweep: SweepDir, points: Sequence[Point], slurm: SlurmCommands) -> li
             if stand.is_over if result is None else result.state is not RunState.COMPLETED:
                 config = configs.load_config(run.config, site=False)
                 ended.append(_Unsent(runs[run], run, config, numbers[run]))
-    _warn(unread, "left out")
+    _warn(unread)
     return ended
 
 
-def _warn(unread: Mapping[RunDir, Exception], what: str) -> None:
+def _warn(unread: Mapping[RunDir, Exception]) -> None:
     for run, error in unread.items():
-        log.warning("run %s is %s: %s", run.id, what, error)
+        log.warning("run %s is left out: %s", run.id, error)
 
 
 def _standings(
@@ -522,15 +501,11 @@ def _standings(
     return stands
 
 
-# ----------------------------------------------------------------------------------------------------------------- stop
-
-
 def stop(sweep: SweepDir, slurm: SlurmCommands | None = None) -> tuple[int, int, Mapping[RunDir, Exception]]:
     """Cancel the points that wait, and ask those at work to commit a checkpoint and end.
 
-    Return how many of each, and the runs that have a file which cannot be read: these are asked, too. Waits for a
-    submitter that is at work. Slurm is asked twice, for all of them, and for each interrupted submission. Raises
-    RequestError where their jobs are on another cluster.
+    Return how many of each, and the runs with a file that cannot be read: these are asked, too. Waits for a submitter
+    that is at work. Raises RequestError where their jobs are on another cluster.
     """
     slurm, unread = slurm or Slurm(), dict[RunDir, Exception]()
     runs, waiting, working = list[RunDir](), list[RunDir](), list[RunDir]()

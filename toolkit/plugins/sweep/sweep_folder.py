@@ -1,7 +1,7 @@
 """The folder of a sweep, ``runs/.sweeps/NAME/``: what was asked for, and which runs were submitted.
 
 Each job array has a record (``arrays/0001-TOKEN.json``) with its points in the order of its elements, and its batch
-script beside it. Slurm may remember the script of an array that was given up: no two have one name. A point is a run
+script next to it. Slurm may remember the script of an array that was given up: no two have one name. A point is a run
 like any other. Its folder is made before the array is submitted.
 """
 
@@ -79,9 +79,6 @@ class SweepDir:
         """Return ``sweep.json``; None if there is none. Raises DamagedFileError, here and below, or OSError."""
         return SweepRecord.read(self.path / "sweep.json")
 
-    def write_record(self, record: SweepRecord) -> None:
-        fsio.write_json(self.path / "sweep.json", record.to_json())
-
     def arrays(self) -> dict[Path, ArrayRecord]:
         """Return the records of the arrays by their paths, oldest first."""
         paths = sorted((self.path / "arrays").glob("[0-9]*.json"))
@@ -145,8 +142,8 @@ def point_of(run: RunDir) -> SweepPoint | None:
 def single_runs(text: str, by_name: Sequence[RunDir], root: Path) -> Sequence[RunDir]:
     """Return those of ``by_name``, the runs of the name ``text``, that it means.
 
-    A sweep with a name of its own leaves the config's name to the newest run that is no point. Raises RunNotFoundError
-    if ``text`` means all points of a sweep.
+    A sweep with another name leaves the config's name to the newest run that is not a point. Raises RunNotFoundError if
+    ``text`` means all points of a sweep.
     """
     newest = point_of(by_name[-1]) if by_name else None
     sweep = None if newest is None else newest.sweep

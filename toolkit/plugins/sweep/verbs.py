@@ -1,7 +1,4 @@
-"""What `toolkit sweep` prints.
-
-That is its points before they are submitted, one table of how they stand, the best ones, or a CSV.
-"""
+"""What `toolkit sweep` prints: points before they are submitted, a table of their states, the best ones, or a CSV."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from toolkit.cli import show, tables
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, RunState
 from toolkit.plugins.sweep import request, rows, submission, sweep_folder
-from toolkit.plugins.sweep.request import CheckedPoint, Options
+from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.rows import REMOVED, PointRow
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.submission.executors import choose_executor
@@ -36,7 +33,6 @@ _USUAL = ("eval/accuracy", "-eval/loss", "-train/loss")
 
 
 def submit(args: Namespace) -> None:
-    """Check all points, and submit those that are new."""
     # The arguments have the names of the fields.
     options = Options(
         **{field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
@@ -47,8 +43,16 @@ def submit(args: Namespace) -> None:
         executor = choose_executor(args.executor)
         waits_for = awaited(args.after, executor, shared_queue.of_user().show_jobs)
         points = submission.check(asked, Path.cwd(), executor, waits_for)
-        plan = [{"point": point.id, **point.values} for point in points]
-        print(show.as_json(plan)) if args.json else _print_plan(points, tables.width(args))
+        if args.json:
+            print(show.as_json([{"point": point.id, **point.values} for point in points]))
+            return
+        if not points:
+            print("nothing to do: the sweep has all of these points")
+            return
+        cells = [[_shown(value) for value in point.values.values()] for point in points[:MOST_ROWS]]
+        tables.Table([list(points[0].values), *cells], tables.width(args)).print()
+        more = f"and {len(points) - MOST_ROWS} more\n" if len(points) > MOST_ROWS else ""
+        print(f"{more}{len(points)} points, all checked; nothing was submitted")
         return
     sent = submission.submit(asked, Path.cwd(), args.executor, after=args.after)
     if args.json:
@@ -58,17 +62,6 @@ def submit(args: Namespace) -> None:
     jobs = f" (Slurm job {', '.join(sent.jobs)})" if sent.jobs else ""
     say(f"sweep {sent.sweep.name}: {sent.new} of {_points(len(sent.points))} submitted{jobs}{known}")
     say(f"  `toolkit sweep status {sent.sweep.name}` shows how they stand")
-
-
-def _print_plan(points: Sequence[CheckedPoint], width: int | None) -> None:
-    if not points:
-        print("nothing to do: the sweep has all of these points")
-        return
-    shown = points[:MOST_ROWS]
-    cells = [[_shown(value) for value in point.values.values()] for point in shown]
-    tables.Table([list(points[0].values), *cells], width).print()
-    more = f"and {len(points) - len(shown)} more\n" if len(points) > len(shown) else ""
-    print(f"{more}{len(points)} points, all checked; nothing was submitted")
 
 
 def look_after(args: Namespace) -> int | None:
@@ -88,23 +81,23 @@ def _metric(sweep: SweepDir, found: Sequence[PointRow]) -> str:
     record = sweep.record()
     if record is not None and record.metric is not None:
         return record.metric
-    known = {name for each in found for name in each.metrics}
+    known = _metrics(found)
     return next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
 
 
+def _metrics(found: Sequence[PointRow]) -> list[str]:
+    return sorted({name for each in found for name in each.row.metrics})
+
+
 def _value(each: PointRow, metric: str) -> float | None:
-    value = each.metrics.get(metric.removeprefix("-"))
+    value = each.row.metrics.get(metric.removeprefix("-"))
     return value if isinstance(value, (int, float)) else None
 
 
 def _ranked(found: Sequence[PointRow], metric: str) -> list[PointRow]:
-    """Return the points that have the metric, the best first."""
     sign = 1 if metric.startswith("-") else -1
     measured = [each for each in found if _value(each, metric) is not None]
     return sorted(measured, key=lambda each: sign * (_value(each, metric) or 0.0))
-
-
-# ------------------------------------------------------------------------------------------------------------- verbs
 
 
 def _status(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
@@ -145,10 +138,8 @@ def _retry(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namesp
     if not sent:
         say(f"sweep {sweep.name}: no point has failed; nothing was submitted")
         return None
-    say(
-        f"sweep {sweep.name}: {_points(len(sent))} submitted again"
-        + (f" (Slurm job {', '.join(jobs)})" if jobs else "")
-    )
+    job = f" (Slurm job {', '.join(jobs)})" if jobs else ""
+    say(f"sweep {sweep.name}: {_points(len(sent))} submitted again{job}")
     return None
 
 
@@ -160,7 +151,7 @@ def _stop(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespa
     else:
         say(
             f"sweep {sweep.name}: cancelled while they waited: {waiting}; asked to commit a checkpoint and end: "
-            f"{working}; `toolkit sweep retry {sweep.name}` goes on with all"
+            f"{working}; `toolkit sweep retry {sweep.name}` continues all"
         )
     for run, error in unread.items():
         log.warning("run %s was asked to end, and whether it does is not known: %s", run.id, error)
@@ -172,11 +163,9 @@ def _best(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespa
     if args.json:
         print(show.as_json([_as_data(each) for each in ranked]))
     elif not ranked:
-        names = sorted({name for each in found for name in each.metrics})
-        known = (
-            f"; there are: {', '.join(names)}" if names else "; no run has written any yet, as run.log in a loop does"
-        )
-        raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}{known}")
+        names = ", ".join(_metrics(found))
+        known = f"there are: {names}" if names else "no run has written any yet, as run.log in a loop does"
+        raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}; {known}")
     else:
         _table(ranked, metric, tables.width(args)).print()
         best = ranked[0]
@@ -191,18 +180,15 @@ def _export(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Names
         print(show.as_json([_as_data(each) for each in found]))
         return
     keys = list(dict.fromkeys(key for each in found for key in each.point.values))
-    names = sorted({name for each in found for name in each.metrics})
+    names = _metrics(found)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text, lineterminator="\n")  # it writes None as nothing
     writer.writerow(["run", "point", "state", *keys, "step", *names])
     for each in found:
         values = [each.point.values.get(key, "") for key in keys]
-        metrics = [_empty_if_none(each.metrics.get(name)) for name in names]
-        writer.writerow([each.run.id, each.point.id, each.state, *values, _empty_if_none(each.row.step), *metrics])
+        metrics = [each.row.metrics.get(name) for name in names]
+        writer.writerow([each.run.id, each.point.id, each.state, *values, each.row.step, *metrics])
     print(text.getvalue(), end="")
-
-
-# -------------------------------------------------------------------------------------------------------------- parts
 
 
 def _as_data(each: PointRow) -> dict[str, Any]:
@@ -216,7 +202,7 @@ def _as_data(each: PointRow) -> dict[str, Any]:
         "step": row.step,
         "total_steps": row.total_steps,
         "attempt": row.attempt,
-        "metrics": each.metrics,
+        "metrics": row.metrics,
         "why": each.why,
         "path": str(each.run.path),
     }
@@ -260,7 +246,3 @@ def _points(number: int) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _empty_if_none(value: Any) -> Any:
-    return "" if value is None else value

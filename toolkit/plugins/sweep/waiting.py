@@ -29,11 +29,11 @@ log = logs.get(__name__)
 
 
 def wait_for_other_runs(context: Context) -> Verdict | None:
-    """Wait for the other runs, and return None when this run may start.
+    """Wait for the other runs, and return None when this run may start, or a user has ended it.
 
-    Also return None if a user has ended the run. Else return how the job ends without an attempt, which is a failure if
-    one of the other runs did not complete. A job of Slurm does not wait for long: it goes back into the queue until the
-    others' present jobs have ended. On this machine the process waits.
+    Else return how the job ends without an attempt, which is a failure if one of the other runs did not complete. A job
+    of Slurm does not wait for long: it goes back into the queue until the others' current jobs have ended. On this
+    machine the process waits.
     """
     record, requeue = context.run.after(), context.requeue
     lost_since: float | None = None
@@ -64,10 +64,9 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
 
 
 def _look(context: Context, record: AfterRecord) -> Outlook | None:
-    """Return how the other runs stand; None where Slurm does not answer."""
+    """Return the states of the other runs; None where Slurm does not answer."""
     if context.job.slurm is not None:
-        show_jobs = context.job.slurm.show_jobs
-        look = partial(awaited.outlook, record, show_jobs)
+        look = partial(awaited.outlook, record, context.job.slurm.show_jobs)
         return outages.ask(look, _SILENT, wait_s=limits().give_up_after_s)
     # This process may wait for days: Slurm is asked seldom, and all of the user's processes share its answer.
     queue = shared_queue.of_user(Slurm())
@@ -76,7 +75,6 @@ def _look(context: Context, record: AfterRecord) -> Outlook | None:
 
 
 def _note(context: Context, state: RunState, record: AfterRecord) -> None:
-    """Write into the status that the run waits, and for which runs."""
     status = context.run.status()
     why = waits_until(record.names())
     with contextlib.suppress(OSError):  # a disk that fails for a moment must not end the run
@@ -91,7 +89,7 @@ def _fail(context: Context, why: str) -> Verdict:
 
 
 def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stands: Outlook | None) -> Verdict:
-    """Give the nodes back, until the jobs have ended that the others have at present."""
+    """Give the nodes back until the others' current jobs have ended."""
     run, jobs = context.run, [] if stands is None else list(stands.jobs)
     log.info("%s: back into the queue after job %s", waits_until(record.names()), ", ".join(jobs) or "?")
     context.prepare_requeue()
