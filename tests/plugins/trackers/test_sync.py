@@ -101,7 +101,7 @@ def test_what_a_failed_run_made_after_its_checkpoint_waits_or_is_asked_for(
     out = command("sync", story.run.id, "mlflow")
     assert out.splitlines()[1:] == [
         "  66 points sent, 66 there up to step 30",
-        "  10 steps are held back: a resume would make them again (--all sends them)",
+        "  10 steps are held back: a resume would repeat them (--all sends them)",
     ]
     assert max(map(len, out.splitlines()[1:])) <= 80
     printed = command("sync", story.run.id, "mlflow", "--all")
@@ -162,10 +162,19 @@ def test_a_tracker_that_is_away_is_named_and_the_next_call_goes_on(
     assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_FAILED
     err = capsys.readouterr().err
     assert "mlflow at http://here did not take the metrics (ConnectionRefusedError" in err
-    assert "nothing is lost: the same command goes on where it stopped" in err
+    assert "nothing is lost: the same command continues where it stopped" in err
     assert "hidden" not in err
     monkeypatch.setattr(commands, "build_tracker", lambda name, run: FakeTracker(server))
     assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
+    assert is_whole(server, story)
+
+
+def test_a_damaged_run_is_named_and_the_others_are_sent(story: Story, server: Server, command: Command) -> None:
+    story.end()
+    damaged = Story().run
+    (damaged.path / "result.json").write_text("[]")
+    printed = command.ends(EXIT_FAILED, "sync", damaged.id, story.run.id, "mlflow", "--follow")
+    assert f"{damaged.name}/{damaged.id}: {damaged.path}/result.json cannot be read" in printed.err
     assert is_whole(server, story)
 
 

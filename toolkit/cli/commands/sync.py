@@ -16,21 +16,22 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")
     parser.add_argument("tracker", choices=[*registry.names("trackers"), "csv"])
     parser.add_argument("--project", metavar="NAME", help="mlflow: the experiment; default: the run's name")
-    parser.add_argument("--follow", action="store_true", help="go on until the runs have ended")
-    parser.add_argument("--all", action="store_true", help="also steps that a resume would make again")
+    parser.add_argument("--follow", action="store_true", help="continue until the runs have ended")
+    parser.add_argument("--all", action="store_true", help="also steps that a resume would repeat")
     parser.add_argument("--to", metavar="FILE", help="csv: default: standard output")
 
 
 def run(args: Namespace) -> int:
     from toolkit.base import logs
     from toolkit.cli import selection
-    from toolkit.plugins.trackers import sync as sync
+    from toolkit.plugins.trackers import sync
 
     runs, _ = selection.named(list(dict.fromkeys(args.run)))
     if args.tracker == "csv":
         if args.project or args.all or (args.follow and not args.to):
             raise RequestError("toolkit sync csv writes all points: leave out --project and --all; --follow needs --to")
-        return sync.write_csv(runs, args.to, follow=args.follow)
+        sync.write_csv(runs, args.to, follow=args.follow)
+        return EXIT_DONE
     if args.to:
         raise RequestError(f"toolkit sync {args.tracker}: --to is for csv")
     logs.setup()

@@ -66,7 +66,7 @@ class Tracker(Protocol):
         """Remove the copy, and make an empty one. Return its id."""
 
     def close(self, state: RunState | None) -> None:
-        """End the work. ``state`` is how the run ended; None if it goes on."""
+        """End the work. ``state`` is how the run ended; None if it is unfinished."""
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def answering(place: str) -> Iterator[None]:
         text = without_password(" ".join(str(error).split()))
         why = f"{type(error).__name__}: {text[:300]}"
         raise TrackerError(
-            f"{place} did not take the metrics ({why}); nothing is lost: the same command goes on where it stopped"
+            f"{place} did not take the metrics ({why}); nothing is lost: the same command continues where it stopped"
         ) from error
 
 

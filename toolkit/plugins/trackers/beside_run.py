@@ -1,4 +1,4 @@
-"""Sends the curves of a run while it goes on: one ``toolkit sync RUN TRACKER --follow`` for each of ``trackers:``.
+"""Sends the curves of a run while it trains: one ``toolkit sync RUN TRACKER --follow`` for each of ``trackers:``.
 
 The supervisor starts them on the batch host, and no rank waits for them. They may be killed at any time, as `sync` may.
 One that has failed is started again; the output of all is in ``logs/tracker-NAME.log``.
@@ -63,6 +63,7 @@ class _Program:
         self._run, self._environ = run, environ
         self._name, _, project = entry.partition(":")
         self._words = [str(run.path), self._name, *(["--project", project] if project else [])]
+        self._log_path = run.logs / f"tracker-{self._name}.log"
         self._is_closing = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -70,26 +71,25 @@ class _Program:
         self._thread.start()
 
     def _keep_sending(self) -> None:
-        is_told = False
-        while (code := self._sent()) not in (EXIT_DONE, None) and not self._is_closing.is_set():
-            if code == EXIT_REQUEST or not is_told:
-                again = "" if code == EXIT_REQUEST else "; it is started again"
-                path = self._run.logs / f"tracker-{self._name}.log"
-                log.warning("trackers: %s ended with %d%s; its output: %s", self._name, code, again, path)
-            is_told = True
+        is_first = True
+        while (code := self._send()) not in (EXIT_DONE, None) and not self._is_closing.is_set():
+            is_refused = code == EXIT_REQUEST
+            if is_refused or is_first:
+                again = "" if is_refused else "; it is started again"
+                log.warning("trackers: %s ended with %d%s; its output: %s", self._name, code, again, self._log_path)
+            is_first = False
             is_over = self._run.result() is not None
-            if code == EXIT_REQUEST or self._is_closing.wait(
-                limits().last_upload_pause_s if is_over else limits().upload_pause_s
-            ):
+            pause_s = limits().last_upload_pause_s if is_over else limits().upload_pause_s
+            if is_refused or self._is_closing.wait(pause_s):
                 return
 
-    def _sent(self) -> int | None:
-        """Run the program to its end, and return its exit code; None where it must not start any more."""
+    def _send(self) -> int | None:
+        """Run the program to its end, and return its exit code; None where it must no longer start."""
         command = [sys.executable, "-m", "toolkit", "sync", *self._words, "--follow"]
         with self._lock:
             if self._is_closing.is_set():
                 return None
-            with open_log(self._run.logs / f"tracker-{self._name}.log") as output:
+            with open_log(self._log_path) as output:
                 # Slurm's signals for the whole job are not for it: the last points come after them.
                 self._process = start_child(
                     command,
@@ -104,7 +104,7 @@ class _Program:
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():  # all is sent, or why not is told
+        if not self._thread.is_alive():  # all is sent, or the log says why not
             return
         self._is_closing.set()
         if self._run.result() is not None:

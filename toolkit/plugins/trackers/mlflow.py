@@ -57,10 +57,7 @@ class Mlflow:
         start_ms = int(1000 * self._run.begun)
         created = self._client.create_run(self._experiment, start_time=start_ms, run_name=self._run.id, tags=tags)
         self._id = created.info.run_id
-        params = []
-        for key, value in self._run.config.items():
-            if value:
-                params.append(self._entities.Param(self.tag(key), value[:500]))
+        params = [self._entities.Param(self.tag(key), value[:500]) for key, value in self._run.config.items() if value]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
         return self._id

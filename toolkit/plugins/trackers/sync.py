@@ -23,10 +23,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from toolkit.base import fsio, logs, reading, terminal
-from toolkit.base.errors import EXIT_DONE, RequestError, TrackerError
+from toolkit.base.errors import DamagedFileError, RequestError, TrackerError
 from toolkit.base.process_limits import limits
 from toolkit.checkpoint.folder import newest_step
 from toolkit.cli import arguments
@@ -40,9 +39,6 @@ from toolkit.run.prepare.run_keys import shown_values
 
 #: The bytes before the end of what was sent that must still be there: some lines, each with its own time.
 _TAIL_BYTES = 4096
-
-#: Whether the copy has the value of a step and tag.
-Has: TypeAlias = Callable[[int, str], bool]
 
 log = logs.get(__name__)
 
@@ -69,7 +65,7 @@ class SyncOutcome:
     points_sent: int
     points: int  #: that the copy has now
     step: int | None  #: the last one that was sent
-    held_back: int  #: steps that are not sent yet, because a resume would make them again
+    held_back: int  #: steps that are not sent yet, because a resume would repeat them
 
 
 def identity(run: RunDir, project: str | None) -> RunIdentity:
@@ -89,37 +85,30 @@ class RunSync:
         self._metrics = lines.path_of(run)
 
     def send(self, everything: bool = False) -> SyncOutcome:
-        """Send what is final and was not sent.
+        """Send what is final and was not sent; with ``everything`` also what a resume would write again.
 
-        With ``everything`` also send what a resume would write again. Raises TrackerError if the tracker is away,
-        RequestError if another process sends this run.
+        Raises TrackerError if the tracker is away, RequestError if another process sends this run.
         """
         fsio.make_dir(self._run.trackers, parents=0)
         with self._alone():
             # First how far the run is, then the file: what a checkpoint covers was on the disk before it.
             result, last = self._run.result(), math.inf if everything else final_step(self._run)
-            record, is_doubtful = self._opened()
+            record = SyncRecord.read_or_none(self._path)
+            remote, is_found = self._tracker.open(record.remote if record else None)
+            if record is None or remote != record.remote or not (is_found or record.points == 0):
+                # The copy was removed there, or its record is lost: it is made again from the first line.
+                record, is_doubtful = self._fresh(remote), is_found
+            else:
+                is_doubtful = record.sending > record.end or record.tail != self._tail(record.end)
             before, remote = record.points, record.remote
             if is_doubtful:
-                record = self._mended(record)
+                record = self._repaired(record)
             if record.points < before or record.remote != remote:
                 before = 0
             record = self._sent(record, last)
             self._tracker.close(None if result is None else result.state)
             held_back = sum(1 for _ in self._final_lines(record.end, math.inf))
             return SyncOutcome(record.points - before, record.points, record.step, held_back)
-
-    # ----------------------------------------------------------------------------------------------------- the record
-
-    def _opened(self) -> tuple[SyncRecord, bool]:
-        """Return the record, and whether the copy may hold more or less than it says."""
-        record = SyncRecord.read_or_none(self._path)  # without it the copy is made again
-        remote, is_found = self._tracker.open(record.remote if record else None)
-        if record is None or remote != record.remote or not (is_found or record.points == 0):
-            # A copy that was removed there is made again from the first line.
-            return self._fresh(remote), is_found
-        is_cut_short = record.sending > record.end
-        return record, is_cut_short or record.tail != self._tail(record.end)
 
     def _fresh(self, remote: str) -> SyncRecord:
         """Return the record of a copy of which nothing is known."""
@@ -141,10 +130,10 @@ class RunSync:
             found = b""
         return hashlib.sha256(found).hexdigest()[:16]
 
-    # ------------------------------------------------------------------------------------------------------- the lines
-
-    def _sent(self, record: SyncRecord, last: float, has: Has | None = None) -> SyncRecord:
-        """Send the lines up to step ``last``, without the values that the copy ``has``."""
+    def _sent(
+        self, record: SyncRecord, last: float, has: Callable[[int, str], bool] = lambda step, tag: False
+    ) -> SyncRecord:
+        """Send the lines up to step ``last``, without the values, by step and tag, that the copy ``has``."""
         batch: list[MetricsLine] = []
         for line in self._final_lines(record.end, last):
             batch.append(line)
@@ -158,25 +147,20 @@ class RunSync:
                 break
             yield line
 
-    def _send_batch(self, record: SyncRecord, batch: list[MetricsLine], has: Has | None) -> SyncRecord:
+    def _send_batch(self, record: SyncRecord, batch: list[MetricsLine], has: Callable[[int, str], bool]) -> SyncRecord:
         end = batch[-1].end
         record = self._write(record.replace(sending=end, sending_tail=self._tail(end)))
-        missing = batch
-        if has:
-            missing = []
-            for line in batch:
-                values = {tag: value for tag, value in line.values.items() if not has(line.step, tag)}
+        missing = []
+        for line in batch:
+            if values := {tag: value for tag, value in line.values.items() if not has(line.step, tag)}:
                 missing.append(replace(line, values=values))
-        missing = [line for line in missing if line.values]
         if missing:
             self._tracker.send(missing)
         points = record.points + sum(len(line.values) for line in batch)
         return self._write(record.replace(end=end, tail=self._tail(end), step=batch[-1].step, points=points))
 
-    # --------------------------------------------------------------------------------------------------------- mending
-
-    def _mended(self, record: SyncRecord) -> SyncRecord:
-        """Make the copy and the record agree with the file again. A kill or a resume may have parted them."""
+    def _repaired(self, record: SyncRecord) -> SyncRecord:
+        """Make the copy and the record agree with the file again, after a kill or a resume."""
         # If the file still begins with what was sent, only the batch in flight is in doubt.
         is_begin_there = record.sending > 0 and record.tail == self._tail(record.end)
         begun = record if is_begin_there else self._fresh(record.remote)
@@ -197,13 +181,13 @@ class RunSync:
             is_wrong = equal != len(received)
             has = lambda step, tag: (step, self._tracker.tag(tag)) in received  # noqa: E731
         if is_wrong:
-            log.warning("%s: steps that were sent may have been made again; the copy is made anew", begun.place)
+            log.warning("%s: steps that were sent may have been repeated; the copy is made anew", begun.place)
             return self._write(self._fresh(self._tracker.clear()))
         return self._sent(self._write(begun.replace(sending=begun.end)), newest, has)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock. Where the file system has none, go on without."""
+        """Hold a lock. Where the file system has none, continue without."""
         fd = fsio.open_private(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, fd)
@@ -234,13 +218,9 @@ def final_step(run: RunDir) -> float:
     return newest if result is not None else newest - 1
 
 
-def csv_rows(runs: Sequence[RunDir]) -> Iterator[list[str]]:
+def _csv_rows(runs: Sequence[RunDir]) -> Iterator[list[str]]:
     """Yield the rows of a table of all points, with a column for each tag. The first row is the head."""
-    known: set[str] = set()
-    for run in runs:
-        for line in lines.read(lines.path_of(run)):
-            known |= line.values.keys()
-    tags = sorted(known)
+    tags = sorted({tag for run in runs for line in lines.read(lines.path_of(run)) for tag in line.values})
     yield ["run", "step", "wall_time", *tags]
     for run in runs:
         for line in lines.read(lines.path_of(run)):
@@ -253,67 +233,64 @@ CSV_BEGIN = "run,step,wall_time"
 
 
 def send(runs: Sequence[RunDir], name: str, project: str | None, *, follow: bool, everything: bool) -> bool:
-    """Send the runs' metrics and print what was sent. False if a tracker was away at the end.
+    """Send the runs' metrics and print what was sent. False if a tracker was away at the end, or a run is damaged.
 
-    With ``follow`` this repeats until all runs have ended. A tracker that is away meanwhile is tried again.
+    With ``follow`` this repeats until all runs have ended. A tracker that is away meanwhile is tried again. A run with
+    a file that cannot be read is named, and keeps no other from being sent. Raises that error if it is the only run.
     """
-    left, away = list(runs), set[RunDir]()
-    seen: dict[RunDir, tuple[bool, float]] = {}
+    left, failed = list(runs), set[RunDir]()
+    seen: dict[RunDir, float] = {}
     while left:
         for run in list(left):
-            is_over = run.result() is not None  # before the look at its metrics: nothing is missed
-            state = is_over, math.inf if everything else final_step(run)
-            # The tracker is not asked while there is nothing new for it.
-            if everything or is_over or seen.get(run) != state:
-                if _sent(
-                    run, name, project, everything=everything, is_told=run not in away, is_last=is_over or not follow
-                ):
-                    seen[run] = state
-                    away.discard(run)
-                else:
-                    away.add(run)
-            if is_over or not follow:
+            is_last = not follow
+            try:
+                is_over = run.result() is not None  # before the look at its metrics: nothing is missed
+                is_last = is_over or not follow
+                final = math.inf if everything else final_step(run)
+                # The tracker is not asked while there is nothing new for it.
+                if everything or is_over or seen.get(run) != final:
+                    _send_one(run, name, project, everything=everything, is_last=is_last)
+                    seen[run] = final
+                    failed.discard(run)
+            except (TrackerError, DamagedFileError) as error:
+                is_damaged = isinstance(error, DamagedFileError)
+                if is_damaged and len(runs) == 1:
+                    raise
+                is_last |= is_damaged
+                if run not in failed or is_last:
+                    terminal.say(f"toolkit: error: {run.name}/{run.id}: {error}", sys.stderr)
+                failed.add(run)
+            if is_last:
                 left.remove(run)
         if left:
             time.sleep(limits().upload_every_s)
-    return not away
+    return not failed
 
 
-def _sent(run: RunDir, name: str, project: str | None, *, everything: bool, is_told: bool, is_last: bool) -> bool:
-    """Send one run's metrics. False if the tracker is away, which is printed if ``is_told``."""
-    try:
-        tracker = build_tracker(name, identity(run, project))
-        outcome = RunSync(run, name, tracker).send(everything)
-    except TrackerError as error:
-        if is_told or is_last:
-            terminal.say(f"toolkit: error: {run.name}/{run.id}: {error}", sys.stderr)
-        return False
-    if outcome.points_sent or is_last:
-        print(f"{run.name}/{run.id}: {tracker.place}\n{_lines(outcome)}", flush=True)
-    return True
-
-
-def _lines(outcome: SyncOutcome) -> str:
+def _send_one(run: RunDir, name: str, project: str | None, *, everything: bool, is_last: bool) -> None:
+    tracker = build_tracker(name, identity(run, project))
+    outcome = RunSync(run, name, tracker).send(everything)
+    if not (outcome.points_sent or is_last):
+        return
     line = f"  {outcome.points_sent} points sent, {outcome.points} there"
     line += f" up to step {outcome.step}" if outcome.step is not None else ""
     if outcome.held_back:
-        line += f"\n  {outcome.held_back} steps are held back: a resume would make them again (--all sends them)"
-    return line
+        line += f"\n  {outcome.held_back} steps are held back: a resume would repeat them (--all sends them)"
+    print(f"{run.name}/{run.id}: {tracker.place}\n{line}", flush=True)
 
 
-def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> int:
+def write_csv(runs: Sequence[RunDir], to: str | None, *, follow: bool) -> None:
     """Write all points of the runs as one table."""
     target = arguments.replaceable_path("--to", to, CSV_BEGIN) if to else None
     while True:
         # Look for the ends before the metrics are read: nothing written since is missed.
-        is_over = all(run.result() is not None for run in runs)
+        is_over = not follow or all(run.result() is not None for run in runs)
         if target is None:
-            csv.writer(sys.stdout, lineterminator="\n").writerows(csv_rows(runs))
+            csv.writer(sys.stdout, lineterminator="\n").writerows(_csv_rows(runs))
         else:
             text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows(csv_rows(runs))
+            csv.writer(text, lineterminator="\n").writerows(_csv_rows(runs))
             fsio.write_atomic(target, text.getvalue())
-        if not follow or is_over:
-            break
+        if is_over:
+            return
         time.sleep(limits().upload_every_s)
-    return EXIT_DONE

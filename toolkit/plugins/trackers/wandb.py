@@ -64,7 +64,7 @@ class Wandb:
         return self._looked_up(lambda: self._api.run(f"{self._run.project}/{self._id}"))
 
     def _newest_copy(self) -> str | None:
-        """Return the id of the copy that has replaced a deleted one. It is for a run whose record is lost."""
+        """Return the id of the copy that has replaced a deleted one, for a run whose record is lost."""
         filters = {"display_name": self._run.id}
         copies = self._looked_up(lambda: [*self._api.runs(self._run.project, filters=filters, order="-created_at")])
         ids = [str(copy.id) for copy in copies or []]
