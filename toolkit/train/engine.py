@@ -22,8 +22,7 @@ from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, TrainConfig, all_keys, dump_config, leaves, value_of
 from toolkit.devices import accelerator
-from toolkit.files.run_files import STOPPED_PHASE
-from toolkit.files.rundir import RunDir
+from toolkit.files.run_files import STOPPED_PHASE, SweepPoint
 from toolkit.metrics.goodput import Timesheet
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import Sink, build_sinks
@@ -356,7 +355,7 @@ def describe_script(config: JobConfig, run_dir: Path, sink: Sink) -> None:
 
 def hparams_of_script(config: JobConfig, run_dir: Path) -> dict[str, bool | int | float | str]:
     """Return the script's keys and options, and the keys that the run's sweep varies, as hyper-parameters."""
-    point = RunDir(run_dir).point()
+    point = SweepPoint.read_or_none(run_dir / "point.json")  # a damaged one must not end the training
     return _own(config) | ({} if point is None else _shown(point.values.items()))
 
 

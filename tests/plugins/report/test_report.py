@@ -187,6 +187,8 @@ def test_points_of_a_sweep_are_told_apart_by_what_was_swept(run: RunDir) -> None
     (run.path / "point.json").write_text(json.dumps({"sweep": "rates", "id": "a", "values": {"optim.lr": 0.05}}))
     page = report(run.id, made("other").id)
     assert {f"{run.name}/{run.id} (optim.lr=0.05)", "Time of optim.lr=0.05"} <= {text.strip() for text in page.texts}
+    (run.path / "point.json").write_text("[]")
+    assert f"{run.name}/{run.id}" in {text.strip() for text in report(run.id).texts}, "as a run that is not a point"
 
 
 def test_what_was_asked_and_used_is_a_table_with_the_next_request(
@@ -376,12 +378,6 @@ def test_a_report_replaces_a_report_and_no_other_file(run: RunDir, capsys: pytes
     assert Path("train.py").read_text() == "print()\n"
     assert cli.main(["report", run.id, "--to", "missing/out.html"]) == EXIT_REQUEST
     assert "missing is no folder" in capsys.readouterr().err
-
-
-def test_a_picture_is_a_browsers_work(run: RunDir, command: Command) -> None:
-    err = command.refuses("report", run.id, "--to", "out.html", "--png")
-    assert "there is no --png: open the HTML file in a browser and print it" in err
-    assert not Path("out.html").exists()
 
 
 def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:

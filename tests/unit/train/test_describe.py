@@ -49,3 +49,5 @@ def test_what_a_sweep_varies_is_a_hyper_parameter(tmp_path: Path) -> None:
         "train.seed": 3,
         "optim.betas": "[0.9, 0.95]",
     }
+    (tmp_path / "point.json").write_text("[]")
+    assert hparams_of_script(load_config(None, [], site=False), tmp_path) == {}, "a damaged one ends no training"

@@ -1,6 +1,6 @@
 """one HTML file about runs: curves, attempts, times, differences"""
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 
 from toolkit.base.errors import DamagedFileError, RequestError
 from toolkit.cli import arguments
@@ -15,7 +15,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN")
     parser.add_argument("--to", metavar="FILE", help="default: report-RUN.html or -SWEEP.html in the current folder")
     parser.add_argument("--compare", metavar="RUN", help="show how the runs differ from this one")
-    parser.add_argument("--png", action="store_true", help=SUPPRESS)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a file")
 
 
@@ -27,8 +26,6 @@ def run(args: Namespace) -> None:
     from toolkit.files import rundir
     from toolkit.plugins.report import compare, facts, page
 
-    if args.png:
-        raise RequestError("toolkit report: there is no --png: open the HTML file in a browser and print it from there")
     runs, sweeps = selection.named(list(dict.fromkeys(args.run)))
     other = rundir.find(args.compare) if args.compare else None
     if args.json and args.to:

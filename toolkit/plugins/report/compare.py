@@ -72,10 +72,7 @@ def _files(code: Path) -> dict[str, Path]:
 
 
 def _curves(first: RunDir, second: RunDir) -> dict[str, dict[str, Any]]:
-    """Return both runs' last values of each metric.
-
-    Also both values at the last step that both runs have: runs of different length are compared there.
-    """
+    """Return both runs' last values of each metric, and those at the last step that both have."""
     mine, other = _points(first), _points(second)
     found: dict[str, dict[str, Any]] = {}
     for tag in sorted(mine.keys() | other.keys()):

@@ -43,10 +43,6 @@ class CurvePiece:
         self.least = min(self.least, later.least, key=lambda point: point[1])
         self.greatest = max(self.greatest, later.greatest, key=lambda point: point[1])
 
-    def points(self) -> list[Point]:
-        """Return the points in the order of their steps, each once."""
-        return sorted({self.first, self.least, self.greatest, self.last})
-
 
 @dataclass
 class Curve:
@@ -72,11 +68,9 @@ class Curve:
             piece.add((step, value))
             return
         self.pieces[step // self.width] = CurvePiece((step, value))
-        if len(self.pieces) > 2 * PIECES:
-            self.halve()
-
-    def halve(self) -> None:
-        """Join the pieces in pairs, until there are few enough."""
+        if len(self.pieces) <= 2 * PIECES:
+            return
+        # Join the pieces in pairs, until there are few enough.
         while len(self.pieces) > PIECES:
             self.width *= 2
             joined: dict[int, CurvePiece] = {}
@@ -91,7 +85,7 @@ class Curve:
         """Yield the unbroken parts of the line."""
         stroke: list[Point] = []
         for piece in self.pieces.values():
-            stroke += piece.points()
+            stroke += sorted({piece.first, piece.least, piece.greatest, piece.last})
             if piece.is_broken:
                 yield stroke
                 stroke = []
@@ -101,12 +95,12 @@ class Curve:
     def summary(self) -> dict[str, Any]:
         """Return the exact first, last, least and greatest value, each with its step."""
         pieces = list(self.pieces.values())
-        if not pieces:
-            return {"count": self.count, "not_finite": self.not_finite}
-        least = min((piece.least for piece in pieces), key=lambda point: point[1])
-        greatest = max((piece.greatest for piece in pieces), key=lambda point: point[1])
-        ends = {"first": pieces[0].first, "last": pieces[-1].last}
-        return {"count": self.count, "not_finite": self.not_finite, **ends, "least": least, "greatest": greatest}
+        found: dict[str, Any] = {"count": self.count, "not_finite": self.not_finite}
+        if pieces:
+            found |= {"first": pieces[0].first, "last": pieces[-1].last}
+            found["least"] = min((piece.least for piece in pieces), key=lambda point: point[1])
+            found["greatest"] = max((piece.greatest for piece in pieces), key=lambda point: point[1])
+        return found
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
@@ -118,25 +112,23 @@ def read_curves(path: Path) -> dict[str, Curve]:
             if curve is None:
                 curve = curves[tag] = Curve()
             curve.add(line.step, value)
-    return dict(sorted(curves.items(), key=lambda item: _place(item[0])))
+
+    def place(tag: str) -> tuple[int, str]:
+        group = "" if tag == "train/loss" else tag.split("/")[0]
+        return (_ORDER.index(group) if group in _ORDER else _ORDER.index("other")), tag
+
+    return {tag: curves[tag] for tag in sorted(curves, key=place)}
 
 
 #: Figures of the run itself come last. Some are one for each rank.
 _ASIDE = ("world", "world_own_step_s", "run", "goodput", "usage")
+#: The order of the groups of metrics, behind train/loss.
+_ORDER = ("", "eval", "train", "other", *_ASIDE)
 
 
 def is_aside(tag: str) -> bool:
     """True for a figure of the run itself, not of what is learnt."""
     return tag.split("/")[0] in _ASIDE
-
-
-def _place(tag: str) -> tuple[int, str]:
-    group = tag.split("/")[0]
-    if tag == "train/loss":
-        return 0, tag
-    if is_aside(tag):
-        return 4 + _ASIDE.index(group), tag
-    return {"eval": 1, "train": 2}.get(group, 3), tag
 
 
 WIDTH, HEIGHT = 420, 190

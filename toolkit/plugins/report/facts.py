@@ -12,7 +12,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.folder import committed
 from toolkit.cli import run_facts
 from toolkit.files import records
-from toolkit.files.run_files import AttemptRecord, RunStatus
+from toolkit.files.run_files import AttemptRecord, SweepPoint
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
 from toolkit.plugins.report.curves import Curve, read_curves
@@ -36,7 +36,6 @@ class ReportFacts:
 
     run: RunDir
     told: Mapping[str, Any]  #: what `toolkit why` says
-    status: RunStatus
     attempts: tuple[AttemptRecord, ...]  #: and the one that runs now, whose cause is its state
     figures: Mapping[str, Any]  #: step, time and metrics at the end, or now
     curves: Mapping[str, Curve]
@@ -51,15 +50,15 @@ class ReportFacts:
     @property
     def point(self) -> str:
         """Return what tells a point of a sweep from the others, ``key=value``; empty for another run."""
-        point = self.run.point()
+        point = SweepPoint.read_or_none(self.run.path / "point.json")  # a damaged one must not hide the run
         return ", ".join(f"{key}={self.config.get(key, '?')}" for key in point.values) if point is not None else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON, with the curves' ends and extremes instead of their points."""
-        told = run_facts.as_data(dict(self.told))
+        told = run_facts.as_data({**self.told, "attempts": self.attempts})
         return {
             **{name: told[name] for name in _TOLD},
-            "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in self.attempts],
+            "attempts": told["attempts"],
             "figures": self.figures,
             "curves": {tag: curve.summary() for tag, curve in self.curves.items()},
             "config": self.config,
@@ -71,56 +70,37 @@ def facts_of(run: RunDir) -> ReportFacts:
     """Return the facts about ``run``. Raises DamagedFileError where a file of it cannot be read."""
     told = run_facts.facts(run)
     # The line of a log that gave the cause away stays in the run folder.
-    diagnosis = (
-        {name: told["diagnosis"].get(name) for name in ("cause", "next", "rank", "host")} if told["diagnosis"] else None
-    )
-    told["diagnosis"] = diagnosis
+    if found := told["diagnosis"]:
+        told["diagnosis"] = {name: found[name] for name in ("cause", "next", "rank", "host")}
     status, result = run.status(), run.result()
-    curves = read_curves(lines.path_of(run))
-    figures: dict[str, Any] = {"step": status.progress.step, "total_steps": status.progress.total_steps}
-    figures["metrics"] = status.progress.metrics
+    progress = status.progress
+    figures: dict[str, Any] = {name: getattr(progress, name) for name in ("step", "total_steps", "metrics")}
     # The result of a run that has ended replaces the last report of its ranks.
     if result is not None:
         more = {name: getattr(result, name) for name in ("step", "epoch", "samples", "wall_s", "metrics")}
         figures |= {name: value for name, value in more.items() if value not in (None, {})}
+    attempts = list(told["attempts"])
+    if status.attempt and status.started is not None and all(line.attempt != status.attempt for line in attempts):
+        # The current attempt has no line in the file yet. Its cause is its state, and its end is the latest status.
+        current = AttemptRecord(
+            status.attempt,
+            status.nodes,
+            status.started,
+            status.updated or status.started,
+            str(status.state or "unknown"),
+            "",
+            job_id=status.job_id,
+            world_size=status.world_size,
+            step_start=progress.step_start,
+            step_end=progress.step,
+            submitted=status.submitted,
+            goodput=status.goodput,
+            slow_nodes=progress.stragglers,
+        )
+        attempts.append(current)
+    curves = read_curves(lines.path_of(run))
     config, hidden = shown_values(run)
-    return ReportFacts(
-        run,
-        told,
-        status,
-        _with_the_present_one(tuple(told["attempts"]), status),
-        figures,
-        curves,
-        config,
-        hidden,
-        _versions(run),
-    )
-
-
-def _with_the_present_one(closed: tuple[AttemptRecord, ...], status: RunStatus) -> tuple[AttemptRecord, ...]:
-    """Return the attempts with the present one, which has no line in the file yet."""
-    if not status.attempt or status.started is None or any(line.attempt == status.attempt for line in closed):
-        return closed
-    # Its cause is its state, and its end is the latest status.
-    present = AttemptRecord(
-        status.attempt,
-        status.nodes,
-        status.started,
-        status.updated or status.started,
-        str(status.state or "unknown"),
-        "",
-        job_id=status.job_id,
-        world_size=status.world_size,
-        step_start=status.progress.step_start,
-        step_end=status.progress.step,
-        submitted=status.submitted,
-        goodput=status.goodput,
-        slow_nodes=status.progress.stragglers,
-    )
-    return (*closed, present)
-
-
-# --------------------------------------------------------------------------------------------------------- environment
+    return ReportFacts(run, told, tuple(attempts), figures, curves, config, hidden, _versions(run))
 
 
 def _versions(run: RunDir) -> dict[str, str]:

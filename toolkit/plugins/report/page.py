@@ -1,7 +1,4 @@
-"""The page: one HTML file that loads nothing and runs no script.
-
-It can be read without colours or a mouse. Its markup is in templates/.
-"""
+"""The page: one HTML file that loads nothing and runs no script. Its markup is in templates/."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ BEGIN = '<!doctype html><html lang="en"><!-- a report of slurm-batch-toolkit -->
 CHART_BYTES = 600_000
 #: Characters that HTML does not allow, and that a terminal does.
 _UNFIT = re.compile("[\ufdd0-\ufdef\ufffe\uffff]")
-#: A line end beside a tag and the indent after it are for readers of a template. In the page they would be spaces.
+#: A line end next to a tag and the indent after it are for readers of a template. In the page they would be spaces.
 _LINE_END = re.compile(r"(?<=[>}])\s*\n\s*|\s*\n\s*(?=[<{])")
 
 
@@ -40,7 +37,21 @@ def page(runs: Sequence[ReportFacts], compared: ReportFacts | None, unreadable: 
     ``unreadable`` are the runs that are left out, and why.
     """
     drawn = [*runs, compared] if compared is not None else [*runs]
-    figures, left_out = _figures(drawn)
+    # A chart of each metric with all runs in it: in the order of the first run's curves, then what only others have.
+    tags = list(dict.fromkeys(tag for facts in drawn for tag in facts.curves))
+    last_step = max(
+        (piece.last[0] for facts in drawn for curve in facts.curves.values() for piece in curve.pieces.values()),
+        default=1,
+    )
+    begun = {(attempt.step_start or 0, number) for number, run in enumerate(drawn) for attempt in run.attempts[1:]}
+    restarts = sorted(begun)[-sections.MOST_ATTEMPTS :]
+    figures, left_bytes = dict[str, str](), CHART_BYTES
+    for tag in tags:
+        figure = macro("figure", tag, [(facts.title, facts.curves.get(tag)) for facts in drawn], last_step, restarts)
+        left_bytes -= len(figure.encode())
+        if left_bytes < 0:
+            break
+        figures[tag] = figure
     text = (
         _templates()
         .get_template("page.html")
@@ -51,34 +62,13 @@ def page(runs: Sequence[ReportFacts], compared: ReportFacts | None, unreadable: 
             unreadable=unreadable,
             figures=[figure for tag, figure in figures.items() if not is_aside(tag)],
             aside=[figure for tag, figure in figures.items() if is_aside(tag)],
-            left_out=left_out,
+            left_out=tags[len(figures) :],
             differing=differing(drawn),
             written=written,
             version=__version__,
         )
     )
     return f"{text}\n"
-
-
-def _figures(runs: Sequence[ReportFacts]) -> tuple[dict[str, str], list[str]]:
-    """Return a chart of each metric with all runs in it, and the metrics that do not fit into the page."""
-    # In the order of the first run's curves, then what only others have.
-    tags = list(dict.fromkeys(tag for facts in runs for tag in facts.curves))
-    last_step = max(
-        (piece.last[0] for facts in runs for curve in facts.curves.values() for piece in curve.pieces.values()),
-        default=1,
-    )
-    begun = {(attempt.step_start or 0, number) for number, run in enumerate(runs) for attempt in run.attempts[1:]}
-    restarts = sorted(begun)[-sections.MOST_ATTEMPTS :]
-    figures, left_bytes = dict[str, str](), CHART_BYTES
-    for tag in tags:
-        curves = [(facts.title, facts.curves.get(tag)) for facts in runs]
-        figure = macro("figure", tag, curves, last_step, restarts)
-        left_bytes -= len(figure.encode())
-        if left_bytes < 0:
-            break
-        figures[tag] = figure
-    return figures, tags[len(figures) :]
 
 
 def macro(name: str, *values: Any) -> str:

@@ -48,24 +48,17 @@ def key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
     yield from ((name, number(value)) for name, value in sorted(figures["metrics"].items())[:12])
 
 
-# -------------------------------------------------------------------------------------------------------------- curves
-
-
 def extremes(summary: Mapping[str, Any]) -> str:
     """Return what a curve's caption says."""
     words = [f"{summary['count']} point{'s' * (summary['count'] != 1)}"]
     if "last" in summary:
         words.append(f"last {short(summary['last'][1])}")
-        words += [
-            f"{name} {short(summary[key][1])} at step {summary[key][0]}"
-            for name, key in (("min", "least"), ("max", "greatest"))
-        ]
+        for name, key in (("min", "least"), ("max", "greatest")):
+            words.append(f"{name} {short(summary[key][1])} at step {summary[key][0]}")
     if summary["not_finite"]:
         words.append(f"{summary['not_finite']} not finite")
     return ", ".join(words)
 
-
-# ------------------------------------------------------------------------------------------------------------ timeline
 
 PART_WORDS = {"training": "training", **goodput.WORDS}
 
@@ -123,8 +116,6 @@ def timeline(attempts: Sequence[AttemptRecord]) -> tuple[float, float, list[tupl
     return first, last, bars
 
 
-# ------------------------------------------------------------------------------------------------------------ node map
-
 MARKS = {"L": "lost", "F": "first to fail", "S": "slow", "G": "given up for a spare"}
 
 
@@ -163,7 +154,6 @@ def node_map(facts: ReportFacts, attempts: Sequence[AttemptRecord]) -> list[Node
 
 
 def _marks(attempt: AttemptRecord) -> dict[str, str]:
-    """Return the letters of the nodes with which something was wrong."""
     found: dict[str, str] = {}
     failed = [attempt.first_failure.host] if attempt.first_failure is not None and attempt.first_failure.host else []
     slow = [straggler.host for straggler in attempt.slow_nodes]

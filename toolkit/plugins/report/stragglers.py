@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 from toolkit.base import hostlist
-from toolkit.files.run_files import AttemptRecord, RunProgress, Start, Straggler
+from toolkit.files.run_files import RunProgress, Start, Straggler
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import PARTS, Timesheet
@@ -53,8 +53,7 @@ class RankPace:
         }
         if self.world_size <= MOST_CURVES:
             digits = len(str(self.world_size - 1))
-            curves = {f"world_own_step_s/rank_{rank:0{digits}}": own for rank, own in enumerate(own_s) if own}
-            figures |= curves
+            figures |= {f"world_own_step_s/rank_{rank:0{digits}}": own for rank, own in enumerate(own_s) if own}
         return figures
 
     def stragglers(self) -> list[dict[str, Any]]:
@@ -112,11 +111,7 @@ class Stragglers:
         span_s: float = SPAN_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._host_of = host_of
-
-        self._windows = windows
-        self._span_s = span_s
-        self._clock = clock
+        self._host_of, self._windows, self._span_s, self._clock = host_of, windows, span_s, clock
         self._began = clock()
         self._running: dict[int, _Streak] = {}
         self._named: dict[int, _Streak] = {}
@@ -193,10 +188,7 @@ _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "st
 
 
 class History:
-    """The attempts before this one.
-
-    Rank 0 alone reads them, once, from the run's own files; other ranks have none.
-    """
+    """The attempts before this one. Rank 0 alone reads them, once, from the run's files; other ranks have none."""
 
     def __init__(self, session: Session, first_step: int, sheet: Timesheet) -> None:
         self._attempt, self._is_main = session.attempt, session.is_main
@@ -242,27 +234,18 @@ class History:
             return {}
 
     def take_table(self) -> str | None:
-        """Return a Markdown table with a row for each restart, or None.
-
-        The table comes at the first call in an attempt that is a restart. Other calls return None.
-        """
+        """Return a Markdown table with a row for each restart, at the first call in a restarted attempt; else None."""
         if not self._table_is_due:
             return None
         self._table_is_due = False
         # A row joins the end of one attempt with the start of the next.
-        starts: list[_BeginOfAttempt] = [(line.attempt, line.step_start, line.nodes) for line in self._lines[1:]]
+        starts: list[tuple[int, int | None, Sequence[str]]] = []
+        starts += [(line.attempt, line.step_start, line.nodes) for line in self._lines[1:]]
         starts.append((self._attempt, self._first_step, self._nodes))
-        rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, self._lines, starts)]
+        rows: list[Sequence[str]] = [_HEAD, ("---",) * len(_HEAD)]
+        for ended, (number, first, hosts) in zip(self._lines, starts, strict=True):
+            # Lost are the steps that the attempt had made beyond the one that the next began with.
+            lost = "" if first is None or ended.step_end is None else str(max(0, ended.step_end - first))
+            why = f"{ended.cause}: {ended.line}".replace("|", r"\|").replace("\n", " ")
+            rows.append((str(number), "" if first is None else str(first), hostlist.compress(hosts), why, lost))
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-#: Number, first step and nodes.
-_BeginOfAttempt: TypeAlias = tuple[int, int | None, Sequence[str]]
-
-
-def _row(ended: AttemptRecord, begin: _BeginOfAttempt) -> Sequence[str]:
-    # Lost are the steps that the attempt had made beyond the one that the next began with.
-    (number, first, hosts), last = begin, ended.step_end
-    lost = "" if first is None or last is None else str(max(0, last - first))
-    why = f"{ended.cause}: {ended.line}".replace("|", r"\|").replace("\n", " ")
-    return (str(number), "" if first is None else str(first), hostlist.compress(hosts), why, lost)

@@ -2,9 +2,7 @@
 
 A diagnosis is made only where a rule fits. A log that no rule fits has none: a wrong cause costs more than no cause.
 
-The rules by which a log is read: tables in ``rules/*.toml``.
-
-There is one file for each group of causes. A table's name is the rule's id without its group::
+The rules are tables in ``rules/*.toml``, a file for each group. A table's name is the rule's id without its group::
 
     [ib_port_down]                        # nccl.ib_port_down, in nccl.toml
     tier = "decisive"                     # "plain" if left out
@@ -44,24 +42,13 @@ _PROGRESS = re.compile(
     r"[^\n]{0,200}?\b(?:\w+[_/])?(?:loss|ppl)\b)"
 )
 #: Rules about the program's own lines.
-_OF_CODE = frozenset(
-    {
-        *(
-            f"py.{name}"
-            for name in ("exception", "syntax", "name_error", "attribute", "key", "index", "signature", "type")
-        ),
-        *(
-            f"py.{name}"
-            for name in ("shape_mismatch", "dtype", "device_mismatch", "inplace", "backward_twice", "no_group")
-        ),
-        *(
-            f"py.{name}"
-            for name in ("unused_parameters", "ready_twice", "static_graph", "param_mismatch", "batch_norm")
-        ),
-        *(f"py.{name}" for name in ("pickle", "recursion", "assertion")),
-        *("run.second_group", "nccl.collective_mismatch", "net.collective_mismatch"),
-    }
-)
+_OF_CODE = {
+    *("py.exception", "py.syntax", "py.name_error", "py.attribute", "py.key", "py.index", "py.signature", "py.type"),
+    *("py.shape_mismatch", "py.dtype", "py.device_mismatch", "py.inplace", "py.backward_twice", "py.no_group"),
+    *("py.unused_parameters", "py.ready_twice", "py.static_graph", "py.param_mismatch", "py.batch_norm"),
+    *("py.pickle", "py.recursion", "py.assertion"),
+    *("run.second_group", "nccl.collective_mismatch", "net.collective_mismatch"),
+}
 #: What programs print that end well, too: what torch, TensorFlow and loggers say below the level of an error, and
 #: exceptions that Python ignores.
 _IN_PASSING = re.compile(
@@ -106,7 +93,7 @@ class Diagnosis:
 
     @property
     def is_of_code(self) -> bool:
-        """True if the line at ``where`` is to be mended, and not the environment, the files or the job's request."""
+        """True if the line at ``where`` is to be fixed, and not the environment, the files or the job's request."""
         return self.rule in _OF_CODE
 
     def to_json(self) -> dict[str, Any]:
@@ -125,12 +112,12 @@ def cause_of_text(text: str) -> Diagnosis | None:
     # An error before this position cannot have ended the job: it went on for several steps.
     steps = [match.start() for match in _PROGRESS.finditer(plain)]
     start = steps[-STEPS_AFTER] if len(steps) >= STEPS_AFTER else 0
-    told = _IN_PASSING.sub(_blank, plain)
-    sure = _WARNED.sub(_blank, told)
+    text = _IN_PASSING.sub(_blank, plain)
+    sure = _WARNED.sub(_blank, text)
     # What was warned of counts where something failed after all, or where nothing follows it.
-    if not (hits := _hits(sure, start)) and "Traceback (most recent call last):" not in sure:
-        told, start = _WARNINGS.sub(_blank, told), max(start, len(sure.rstrip()))
-    hits = _hits(told, start)
+    if not _hits(sure, start) and "Traceback (most recent call last):" not in sure:
+        text, start = _WARNINGS.sub(_blank, text), max(start, len(sure.rstrip()))
+    hits = _hits(text, start)
     best = min(hits, key=lambda hit: hit[:2], default=None)
     if best is None:
         return None
@@ -159,7 +146,7 @@ def _hits(text: str, start: int) -> list[tuple[Tier, int, Rule]]:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Return blanks for what is to be read over. All else keeps its position."""
+    """Return blanks for what is to be skipped. All else keeps its position."""
     return re.sub("[^\n]", " ", match[0])
 
 
@@ -183,7 +170,6 @@ def cause_or_exception(text: str) -> Diagnosis | None:
 def diagnosis_by(
     rule: Rule, line: str, rank: int | None = None, host: str | None = None, where: str | None = None
 ) -> Diagnosis:
-    """Return the diagnosis of a rule that is known to fit."""
     return Diagnosis(rule.id, rule.cause, rule.next, line, rank, host, where)
 
 
@@ -245,7 +231,7 @@ EXCEPTION = Rule(
     Tier.BROAD,
     (),
     "The program ended with an exception of its own.",
-    "Mend the program at the line that `from:` names.",
+    "Fix the program at the line that `from:` names.",
 )
 
 

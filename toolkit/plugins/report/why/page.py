@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from toolkit.run.attempt.facts import Cause
 
 #: The number of last lines of a folded traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
-
-
 #: A completed run that took less time than this is shown without its accounts.
 SHORT_S = 180.0
+#: The number of a log's last lines that are shown where the cause is not known.
+LAST_LINES = 12
+#: What `--log` takes for the standard input.
+STDIN = "-"
+_HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
 
 
 def page(told: dict[str, Any], *, whole: bool) -> str:
@@ -43,7 +46,7 @@ def page(told: dict[str, Any], *, whole: bool) -> str:
     if saved is not None or not told["is_script"]:  # a script has checkpoints of its own
         lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if (reached := told["step_reached"]) is not None:
-        # None may be lost because the run is complete, or goes on: 0 would be read as if no step was made again.
+        # None may be lost because the run is complete, or unfinished: 0 would be read as if no step was repeated.
         lost = told["steps_lost"]
         lines.append(f"steps lost: {lost} (reached step {reached})" if lost else f"reached step: {reached}")
     if whole and (time_told := goodput.sentence(told["goodput"])):
@@ -55,7 +58,15 @@ def page(told: dict[str, Any], *, whole: bool) -> str:
     # No failure above explains why a run was moved.
     lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
     if attempts:
-        lines += ["", str(Table(_attempt_rows(attempts[-12:])))]
+        rows: list[tuple[str, ...]] = [_HEAD]
+        for each in attempts[-12:]:
+            steps = "" if each.step_end is None else f"{each.step_start or 0} to {each.step_end}"
+            counts = (str(len(each.nodes)), str(each.world_size))
+            rows.append((str(each.attempt), each.job_id or "local", *counts, steps, each.cause, each.decision))
+        if any(each.code != 1 for each in attempts[-12:]):  # there were several copies of the sources
+            codes = ["CODE", *(str(each.code) for each in attempts[-12:])]
+            rows = [(*row, code) for row, code in zip(rows, codes, strict=True)]
+        lines += ["", str(Table(rows))]
     if whole and told["start_up"]:
         starts = told["start_up"].items()
         lines += ["", *(f"start of attempt {number}: {start_up.sentence(parts)}" for number, parts in starts)]
@@ -80,51 +91,22 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
 
 
 def _cause_lines(diagnosis: dict[str, Any] | None, failure: dict[str, Any] | None) -> list[str]:
-    """Return the cause and what to do. If it is not known, return the last lines of the failing rank's log.
-
-    These are left out where an error is shown above.
-    """
+    """Return the cause and what to do, or the last lines of the failing rank's log where no error is shown above."""
     if diagnosis is not None:
         return [*lines(diagnosis), ""]
     if failure is None or failure["traceback"]:
         return []
-    last = last_lines_of(Path(failure["log"]))
+    last: list[str] = []
+    with suppress(OSError):
+        last = last_lines(tail_of_file(Path(failure["log"])), LAST_LINES)
     # A signal is the cause that was named above.
     if failure["how"].startswith("killed by "):
         return ["  its last lines:", *(f"    {line}" for line in last), ""] if last else []
     return [*unknown_lines(failure["log"], last), ""]
 
 
-_HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
-
-
-def _attempt_rows(attempts: Sequence[AttemptRecord]) -> list[tuple[str, ...]]:
-    """Return the rows of the table, with the copy of the sources where there were several."""
-    rows = [_HEAD, *(_attempt_cells(attempt) for attempt in attempts)]
-    if all(attempt.code == 1 for attempt in attempts):
-        return rows
-    codes = ["CODE", *(str(attempt.code) for attempt in attempts)]
-    return [(*row, code) for row, code in zip(rows, codes, strict=True)]
-
-
-def _attempt_cells(attempt: AttemptRecord) -> tuple[str, ...]:
-    steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
-    counts = (str(len(attempt.nodes)), str(attempt.world_size))
-    return (str(attempt.attempt), attempt.job_id or "local", *counts, steps, attempt.cause, attempt.decision)
-
-
-#: The number of a log's last lines that are shown where the cause is not known.
-LAST_LINES = 12
-#: What `--log` takes for the standard input.
-STDIN = "-"
-
-
 def of_log(path: str) -> dict[str, Any]:
-    """Return the cause of a job's end as the end of its log shows it.
-
-    The log may be of a run or of any other job, and of any size. Where the cause is not known, the last lines come
-    instead. Raises RequestError for a log that cannot be read.
-    """
+    """Return the cause of any job's end by the end of its log, or its last lines. Raises RequestError."""
     try:
         # What the user names may be a pipe of their shell.
         with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as log:
@@ -140,7 +122,7 @@ def of_log(path: str) -> dict[str, Any]:
 
 
 def log_page(told: dict[str, Any]) -> str:
-    """Return what ``of_log`` tells as text."""
+    """Return what :func:`of_log` has found as text."""
     if told["diagnosis"]:
         return "\n".join(lines(told["diagnosis"]))
     return "\n".join(unknown_lines(told["log"], told["last_lines"]))
@@ -160,21 +142,12 @@ def lines(diagnosis: dict[str, Any]) -> list[str]:
 
 
 def unknown_lines(log: str, last: list[str]) -> list[str]:
-    """Return the last lines of a log of unknown cause."""
     if not last:
         return [f"cause: not known; {log} is empty"]
     return [f"cause: not known; the last lines of {log}:", *(f"  {line}" for line in last)]
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines that are not empty. A reader looks there for a cause that no rule finds."""
+    """Return the last lines that are not empty."""
     drawn = "\n".join(map(as_drawn, text.split("\n")))
     return [line.rstrip() for line in clean(drawn).split("\n") if line.strip()][-count:]
-
-
-def last_lines_of(path: Path) -> list[str]:
-    """Return the last lines of a log; none if it cannot be read."""
-    try:
-        return last_lines(tail_of_file(path), LAST_LINES)
-    except OSError:
-        return []

@@ -1,7 +1,4 @@
-"""Finds what ended a run.
-
-It reads the record of the last failed attempt, the reports of the ranks about their ends, and their logs.
-"""
+"""Finds what ended a run: from the record of the last failed attempt, the ranks' reports of their ends, and logs."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ _FAILURES = {*_CERTAIN, *_LIKELY, Cause.CRASHED}
 
 
 def cause_of(what: RunDir | str) -> Diagnosis | None:
-    """Return what ended a run, or the job whose log ends with this text.
-
-    None if that is not known, and for a run that has not failed.
-    """
+    """Return what ended a run, or the job whose log ends with this text; None if it is not known, or did not fail."""
     if isinstance(what, str):
         return cause_or_exception(what)
     result = what.result()
@@ -84,7 +78,7 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
 
 
 def _by_disk(run: RunDir) -> Diagnosis | None:
-    """Return the cause of a run without a word: the disk or the quota is full now, and no file could record it."""
+    """Return a full disk or quota as the cause: then no file could record the end."""
     probe = run.path / f".room-{secrets.token_hex(4)}"
     try:
         fsio.write_atomic(probe, bytes(1 << 16))
@@ -98,7 +92,7 @@ def _by_disk(run: RunDir) -> Diagnosis | None:
 
 
 def recurs(run: RunDir, attempt: int, failure: RankFailure) -> str | None:
-    """Return whether the error of a rank would come again: ``always``, ``on_node``, or None if that is not known.
+    """Return whether the error of a rank would repeat: ``always``, ``on_node``, or None if that is not known.
 
     ``on_node``: wherever the node has the same environment and files. What a rank has caught or printed long before its
     end does not count.
@@ -118,25 +112,24 @@ def _of_attempt(run: RunDir, record: AttemptRecord) -> Diagnosis | None:
     if record.cause in _CERTAIN:
         return diagnosis_by(rule(_CERTAIN[record.cause]), line, rank, host)
     reports = read_error_files(run.attempt_logs(record.attempt))
-    own = [report for report in reports if report.rank == rank]
-    told = [*_by_ranks(run, record.attempt, own)]
+    of_rank = [report for report in reports if report.rank == rank]
+    found = [*_by_ranks(run, record.attempt, of_rank)]
     # A rank that was killed has left no report, only its log.
-    if rank is not None and not own:
-        told += _by_log(run.rank_log(record.attempt, rank), rank, host)
-    if found := cause_of_text(line):
-        told.append(replace(found, rank=rank, host=host))
-    best = _most_telling(told)
+    if rank is not None and not of_rank:
+        found += _by_log(run.rank_log(record.attempt, rank), rank, host)
+    if by_line := cause_of_text(line):
+        found.append(replace(by_line, rank=rank, host=host))
+    best = _most_telling(found)
     if record.cause in _LIKELY and (best is None or best.tier >= Tier.BROAD):
         return diagnosis_by(rule(_LIKELY[record.cause]), line, rank, host)
     # The first rank to fail may have ended because of another.
     if best is None or best.is_consequence:
         others = sorted((report for report in reports if report.rank != rank), key=lambda report: report.time)
-        best = _most_telling([*told, *_by_ranks(run, record.attempt, others[:MOST_OTHERS])])
+        best = _most_telling([*found, *_by_ranks(run, record.attempt, others[:MOST_OTHERS])])
     return best
 
 
 def _last_losses(run: RunDir) -> str:
-    """Return the last finite mean losses of a run and its rate, as a sentence. Empty without any."""
     losses: deque[str] = deque(maxlen=LOSSES)
     rate = None
     for line in lines.read(lines.path_of(run)):
@@ -148,9 +141,8 @@ def _last_losses(run: RunDir) -> str:
     return f" The last finite losses: {', '.join(losses)}{at_rate}." if losses else ""
 
 
-def _most_telling(told: Iterable[Diagnosis]) -> Diagnosis | None:
-    """Return the first diagnosis of the lowest tier; None if there are none."""
-    return min(told, key=lambda diagnosis: diagnosis.tier, default=None)
+def _most_telling(found: Iterable[Diagnosis]) -> Diagnosis | None:
+    return min(found, key=lambda diagnosis: diagnosis.tier, default=None)
 
 
 def _by_ranks(run: RunDir, attempt: int, reports: Iterable[RankFailure]) -> Iterator[Diagnosis]:
