@@ -99,7 +99,7 @@ def test_a_run_under_another_spelling_of_its_path_is_the_same_run(tmp_path: Path
             with pytest.raises(RequestError, match="when it has ended"):
                 resume(found)
             with pytest.raises(RequestError, match="when it has ended"):
-                disk.refuse(RunDir(path))
+                disk.refuse(RunDir(path), {})
             attach(found).stop()
             assert process.wait(10) == -signal.SIGTERM
         assert attach(found).is_over()

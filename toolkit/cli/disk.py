@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +18,35 @@ from toolkit.cli import columns, run_rows, tables
 from toolkit.cli.columns import is_over
 from toolkit.cli.show import status_rows
 from toolkit.files import origin, rundir
+from toolkit.files.run_files import UNREADABLE, AfterRecord
 from toolkit.files.rundir import RunDir
 from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
 
 
-def usage(run: RunDir) -> dict[str, Any]:
-    """Return the run's disk use, and when its files were last written and read.
+def usage(run: RunDir, before: float = 0.0) -> dict[str, Any]:
+    """Return the run's disk use, when its files were last written and read, and how many of them a purge would remove.
 
-    A file with several links counts by its share. Sources that runs have in common are linked.
+    A file with several links counts by its share: sources that runs have in common are linked. A site's purge removes
+    files that were not read or written since ``before``.
     """
-    found = {"bytes": 0.0, "checkpoint_bytes": 0.0, "files": 0, "written": 0.0, "read": 0.0}
+    found = {"bytes": 0.0, "checkpoint_bytes": 0.0, "files": 0, "written": 0.0, "read": 0.0, "purged_files": 0}
     checkpoints = os.fspath(run.checkpoints)
-    for folder, status in _files(run):
-        size = status.st_blocks * 512 / max(1, status.st_nlink)
-        found["bytes"] += size
-        found["checkpoint_bytes"] += size if folder.startswith(checkpoints) else 0
-        found["files"] += 1
-        found["written"] = max(found["written"], status.st_mtime)
-        found["read"] = max(found["read"], status.st_atime, status.st_mtime)
-    return found
-
-
-def purged_files(run: RunDir, before: float) -> int:
-    """Return how many of the run's files a site's purge would remove.
-
-    Such a purge removes the files that were not read or written since ``before``.
-    """
-    files = [status for _, status in _files(run) if stat.S_ISREG(status.st_mode)]
-    return sum(max(status.st_atime, status.st_mtime) < before for status in files)
-
-
-def _files(run: RunDir) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield each file of the run as its folder and its status."""
     for folder, _, names in os.walk(run.path):
         for name in names:
-            with contextlib.suppress(OSError):  # it is removed at this moment
-                yield folder, os.lstat(f"{folder}/{name}")
+            try:
+                status = os.lstat(f"{folder}/{name}")
+            except OSError:  # it is removed at this moment
+                continue
+            size = status.st_blocks * 512 / max(1, status.st_nlink)
+            used = max(status.st_atime, status.st_mtime)
+            found["bytes"] += size
+            found["checkpoint_bytes"] += size if folder.startswith(checkpoints) else 0
+            found["files"] += 1
+            found["written"] = max(found["written"], status.st_mtime)
+            found["read"] = max(found["read"], used)
+            found["purged_files"] += used < before and stat.S_ISREG(status.st_mode)
+    return found
 
 
 def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, Any]]:
@@ -62,45 +54,44 @@ def rows(runs: Sequence[RunDir], older_than_s: float | None) -> list[dict[str, A
 
     ``removed`` marks the runs that ``toolkit gc --older-than`` would remove.
     """
-    now = time.time()
+    before = 0.0 if older_than_s is None else time.time() - older_than_s
     # Before any file of a run is read: reading it, as the next lines do, changes the time that a purge goes by.
-    used = [usage(run) for run in runs]
-    purged = [0 if older_than_s is None else purged_files(run, now - older_than_s) for run in runs]
+    used = [usage(run, before) for run in runs]
     origins = {} if older_than_s is None else used_origins()
     found = []
-    for run, row, size, count in zip(runs, status_rows(runs), used, purged, strict=True):
-        is_old = older_than_s is not None and size["written"] < now - older_than_s
-        removed = is_old and is_over(row) and _why_kept(run, origins) is None
+    for run, row, size in zip(runs, status_rows(runs), used, strict=True):
+        removed = size["written"] < before and is_over(row) and _why_kept(run, origins) is None
         known = {"run": run.id, "name": run.name, "state": row.state, **size}
-        found.append({**known, "removed": removed, "purged_files": count, "path": str(run.path)})
+        found.append({**known, "removed": removed, "path": str(run.path)})
     return sorted(found, key=lambda each: -each["bytes"])
 
 
 def used_origins() -> dict[Path, str]:
-    """Return the paths that unfinished runs start from or wait for.
-
-    The value of each is the id of a run that needs it.
-    """
+    """Return the paths that unfinished runs start from or wait for, each with words about a run that needs it."""
     runs = rundir.all_runs()
-    going = [run for run, row in zip(runs, status_rows(runs), strict=True) if not is_over(row)]
-    configs = run_rows.read_configs(going)
-    named = {config.get("model.init_from"): run.id for run, config in zip(going, configs, strict=True)}
-    found = {}
-    for text, user in named.items():
+    users = dict[RunDir, str]()
+    for run, row in zip(runs, status_rows(runs), strict=True):
+        if row.state == UNREADABLE:  # it may be unfinished
+            users[run] = f"run {run.id}, which cannot be read,"
+        elif not is_over(row):
+            users[run] = f"run {run.id}, which has not ended,"
+    found = dict[Path, str]()
+    configs = run_rows.read_all(run_rows.read_config, [*users])
+    for (run, user), config in zip(users.items(), configs, strict=True):
         with contextlib.suppress(ToolkitError):  # it is gone already
-            found.update({origin.find(str(text)).path.resolve(): user} if text else {})
-    for run in going:
-        waits_for = run.after()
-        found |= {Path(path).resolve(): run.id for path in (waits_for.runs if waits_for is not None else ())}
+            if text := config.get("model.init_from"):
+                found[origin.find(str(text)).path.resolve()] = user
+        waits_for = AfterRecord.read_or_none(run.after_path)  # a damaged one keeps no other run from being removed
+        found |= {Path(path).resolve(): user for path in (waits_for.runs if waits_for is not None else ())}
     return found
 
 
-def refuse(run: RunDir, used: Mapping[Path, str] | None = None) -> None:
+def refuse(run: RunDir, used: Mapping[Path, str]) -> None:
     """Raise RequestError for a run that must not be removed.
 
-    It may still be running, be needed by another run, or not be a run's own folder. ``used`` is :func:`used_origins`.
+    It may still run, be needed by another run, or not be a run's own folder. ``used`` is :func:`used_origins`.
     """
-    why = _why_kept(run, used or {})
+    why = _why_kept(run, used)
     if why is not None:
         raise RequestError(f"{why}; it is not removed")
 
@@ -109,12 +100,11 @@ def _why_kept(run: RunDir, used: Mapping[Path, str]) -> str | None:
     """Return why the folder must not be removed; None if it may be."""
     try:
         return _use_of(run, used)
-    except DamagedFileError as error:  # whether it goes on is not known
+    except DamagedFileError as error:  # whether it runs is not known
         return str(error)
 
 
 def _use_of(run: RunDir, used: Mapping[Path, str]) -> str | None:
-    """Return what needs the folder, or why it is not a run's own; None if it may be removed."""
     if run.path.is_symlink():
         return f"{run.path} is a symbolic link, and not the run's own folder"
     if not rundir.is_run_id(run.id):
@@ -133,12 +123,12 @@ def _use_of(run: RunDir, used: Mapping[Path, str]) -> str | None:
         )
     path = run.path.resolve()
     user = next((user for source, user in used.items() if path in (source, *source.parents)), None)
-    return user and f"run {user}, which has not ended, needs run {run.id} (model.init_from, or --after)"
+    return user and f"{user} needs run {run.id} (model.init_from, or --after)"
 
 
 def remove(run: RunDir) -> None:
     """Remove a run that is over, with its checkpoints. Raises RequestError for one that runs, or may run."""
-    refuse(run)
+    refuse(run, {})
     # Its name changes first: a removal that is killed leaves no half of a run in the listings.
     grave = run.path.with_name(f".removed-{run.id}")
     fsio.rename_dir(run.path, grave)

@@ -70,15 +70,11 @@ class RunRow:
 
 def read_rows(runs: Sequence[RunDir]) -> list[RunRow]:
     """Return the row of each run. A file that cannot be read is named in the run's row, and hides no other run."""
-    return _map(partial(_row_of, is_whole=len(runs) < limits().runs_read_whole), runs)
+    return read_all(partial(_row_of, is_whole=len(runs) < limits().runs_read_whole), runs)
 
 
-def read_configs(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Return :func:`read_config` of each run."""
-    return _map(read_config, runs)
-
-
-def _map(read: Callable[[RunDir], T], runs: Sequence[RunDir]) -> list[T]:
+def read_all(read: Callable[[RunDir], T], runs: Sequence[RunDir]) -> list[T]:
+    """Return what ``read`` returns for each run; of many in several processes."""
     if len(runs) < limits().runs_read_whole:
         return list(map(read, runs))
     from concurrent.futures import ProcessPoolExecutor

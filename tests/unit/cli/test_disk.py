@@ -112,6 +112,11 @@ def test_a_run_whose_weights_a_waiting_run_begins_with_is_not_removed(run: RunDi
         os.utime(path, (1e9, 1e9))
     command("gc", "--older-than", "30d", "--remove")
     assert run.config.exists()
+    # Whether a run has ended that cannot be read is not known. It keeps no other run.
+    user.after_path.write_text("[]")
+    assert f"run {user.id}, which cannot be read, needs run {run.id}" in command.refuses("rm", run.id)
+    command("rm", new_run("other", "0.1").id)
+    user.after_path.unlink()
     user.write_result(result)
     command("rm", run.id)
 

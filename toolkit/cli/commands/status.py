@@ -51,7 +51,7 @@ def run(args: Namespace) -> None:
     names = tuple(filter(None, (args.columns or "").split(",")))
     sort = args.sort or "run"
     if columns.needs_config((*names, sort)):
-        configs = run_rows.read_configs([rundir.RunDir(Path(row.path)) for row in rows])
+        configs = run_rows.read_all(run_rows.read_config, [rundir.RunDir(Path(row.path)) for row in rows])
         for row, config in zip(rows, configs, strict=True):
             row.config = config
     columns.check((*names, sort), rows)
