@@ -49,7 +49,7 @@ def test_a_new_project_can_be_submitted_as_it_is_and_knows_nothing_of_the_exampl
         (["there"], "there is there already"),
         (["no/where"], "is in a folder that does not exist"),
         (["demo", "--from", "clasify"], "did you mean 'classify'?"),
-        (["models", "--from", "classify"], "the example has a file models.py beside its job"),
+        (["models", "--from", "classify"], "the example has a file models.py next to its job"),
     ],
 )
 def test_what_cannot_be_made_is_said_and_nothing_is_left(

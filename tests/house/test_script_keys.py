@@ -9,7 +9,7 @@ import pytest
 
 from tests.command import Command
 from toolkit.base.errors import ConfigError
-from toolkit.cli.completion import complete
+from toolkit.cli.commands.completion import complete
 from toolkit.cli.run_rows import read_config
 from toolkit.config import FOREIGN_JOB, load_config
 from toolkit.config.script_keys import acting_keys

@@ -85,10 +85,7 @@ def trusted_run(args: argparse.Namespace) -> RunDir:
 
 
 def new_path(argument: str, text: str) -> Path:
-    """Return the absolute path of a new file or folder.
-
-    Raises RequestError if it exists already, or the folder that is to hold it does not.
-    """
+    """Return the absolute path of a new file or folder. Raises RequestError if it is there, or its folder is not."""
     from toolkit.base import fsio
 
     path = fsio.expand(text).absolute()
@@ -99,11 +96,7 @@ def new_path(argument: str, text: str) -> Path:
 
 
 def replaceable_path(argument: str, text: str, begin: str) -> Path:
-    """Return the absolute path of a file to write.
-
-    A file there that begins with ``begin`` may be replaced. Raises RequestError if another file is there, or the folder
-    does not exist.
-    """
+    """Return the path of a file to write, which replaces only one that begins with ``begin``. Raises RequestError."""
     from toolkit.base import fsio, reading
 
     path = fsio.expand(text).absolute()

@@ -20,10 +20,7 @@ from toolkit.files.rundir import RunDir
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:
-    """Return a row for each checkpoint, newest first.
-
-    A row for each other folder follows: a damaged checkpoint, or what a save has left over.
-    """
+    """Return a row for each checkpoint, newest first; then for each damaged one, or folder that a save has left."""
     checkpoints = CheckpointFolder(run.checkpoints)
     found = [_row(checkpoints, path) for path in checkpoints.list()]
     for path in _odd(checkpoints):
@@ -32,9 +29,8 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
             problem = "damaged: it has no manifest.json"
         elif ".bad-" in path.name:
             problem = "found damaged, and moved aside"
-        nothing = {"step": None, "ranks": None, "torch": None}
-        row = {**nothing, "name": path.name, "saved": path.stat().st_mtime, "problem": problem}
-        found.append({**row, "size_bytes": _size(path)})
+        row = {"step": None, "ranks": None, "torch": None, "name": path.name, "saved": path.stat().st_mtime}
+        found.append({**row, "problem": problem, "size_bytes": _size(path)})
     return found
 
 
@@ -89,10 +85,7 @@ def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
 
 
 def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
-    """Read every byte of the checkpoints and yield each with what is wrong, or None.
-
-    Checkpoints without a manifest are included.
-    """
+    """Read every byte of the checkpoints, also of those without a manifest, and yield each with its fault, or None."""
     checkpoints = CheckpointFolder(run.checkpoints)
     broken = [path for path in _odd(checkpoints) if is_name_of_committed(path)]
     for path in pick_of(run, [*checkpoints.list(), *broken], text):

@@ -1,7 +1,4 @@
-"""The columns of `toolkit status` and `toolkit watch`.
-
-These are the usual ones, any metric, and any key of a run's config.
-"""
+"""The columns of `toolkit status` and `toolkit watch`: the usual ones, any metric, and any key of a run's config."""
 
 from __future__ import annotations
 
@@ -26,10 +23,6 @@ def _number(value: Any) -> str:
     return "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
-def _job(row: RunRow) -> str:
-    return str(row.job_id or "") if row.executor == "slurm" else ""
-
-
 def ago(at: float | None) -> str:
     """Return how long ago a time was; empty if it is unknown."""
     return "" if at is None else f"{in_units(max(0.0, time.time() - at))} ago"
@@ -40,7 +33,7 @@ _COLUMNS: Mapping[str, tuple[Callable[[RunRow], Any], Callable[[Any, RunRow], st
     "run": (lambda row: row.run, lambda value, _: value),
     "name": (lambda row: row.name, lambda value, _: value),
     "state": (lambda row: row.state, lambda value, _: str(value)),
-    "job": (_job, lambda value, _: value),
+    "job": (lambda row: str(row.job_id or "") if row.executor == "slurm" else "", lambda value, _: value),
     "attempt": (lambda row: row.attempt, lambda value, _: str(value)),
     "restarts": (lambda row: row.restarts, lambda value, _: str(value)),
     "step": (lambda row: row.step, lambda v, row: "" if v is None else f"{v}/{row.total_steps or '?'}"),
@@ -68,10 +61,7 @@ _DISPENSABLE = ("accuracy", "attempt", "goodput", "rate", "submitted", "job", "l
 
 
 def check(names: Sequence[str], rows: Sequence[RunRow]) -> None:
-    """Raise RequestError for the name of an unknown column.
-
-    A name may be a column of the table, or a metric or a config key of any of the rows.
-    """
+    """Raise RequestError for a name that is not a column, and not a metric or a config key of any row."""
     metrics = {name for row in rows for name in row.metrics}
     keys = {name for row in rows for name in row.config}
     for name in names:
@@ -116,7 +106,7 @@ def table(rows: Sequence[RunRow], names: Sequence[str] = (), width: int | None =
     """
     shown = names or (USUAL if len(rows) > 1 else USUAL[:-1])
     if width is not None and len(rows) > 1:
-        rows = [replace(row, run=short(row.run), state=_short_state(row), why=_short_why(row)) for row in rows]
+        rows = [_shortened(row) for row in rows]
     texts: list[list[str]] = []
     for name in shown:
         if name in _COLUMNS:
@@ -128,14 +118,12 @@ def table(rows: Sequence[RunRow], names: Sequence[str] = (), width: int | None =
     return Table([[name.upper() for name in shown], *zip(*texts, strict=True)], width, drop)
 
 
-def _short_state(row: RunRow) -> str:
-    return state_word(str(row.state)) if row.slurm == "PENDING" else str(row.state)
-
-
-def _short_why(row: RunRow) -> str | None:
-    return None if row.state == RunState.STOPPED else re.sub(r"^rank \d+ on [\w.-]+: ", "", row.why or "")
+def _shortened(row: RunRow) -> RunRow:
+    state = state_word(str(row.state)) if row.slurm == "PENDING" else str(row.state)
+    why = None if row.state == RunState.STOPPED else re.sub(r"^rank \d+ on [\w.-]+: ", "", row.why or "")
+    return replace(row, run=short(row.run), state=state, why=why)
 
 
 def is_over(row: RunRow) -> bool:
-    """True if the run goes on only by a user's command."""
+    """True if only a user's command continues the run."""
     return row.state in (*run_rows.OVER, UNREADABLE) or str(row.state).startswith("lost")

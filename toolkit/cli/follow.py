@@ -1,4 +1,4 @@
-"""Sees a run through from the login node: says which it is, waits for its end, and reports that."""
+"""Follows a run from the login node: prints which it is, waits for its end, and reports that."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def see_through(run: Run, args: Namespace) -> int:
 def to_the_end(run: Run, *, bar: bool, is_bound: bool = True) -> int:
     """Wait for the run's end, print how it went, and return the job's exit code.
 
-    Ctrl-C ends a run on this machine that is bound to this terminal. Others go on without this program.
+    Ctrl-C ends a run on this machine that is bound to this terminal. Others continue without this program.
     """
     console = terminal.console()
     try:
@@ -77,7 +77,7 @@ def to_the_end(run: Run, *, bar: bool, is_bound: bool = True) -> int:
         if run.executor == "slurm" or not is_bound:
             who = f"job {run.job_now}" if run.executor == "slurm" else f"run {run.id}"
             terminal.say(
-                f"\n{who} goes on without this terminal; `toolkit follow {run.id}` comes back to it, "
+                f"\n{who} continues without this terminal; `toolkit follow {run.id}` comes back to it, "
                 f"`toolkit stop {run.id}` has it save and end"
             )
             return EXIT_STOPPED
@@ -108,7 +108,7 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
 
         try:
             follow(run, console)
-        except OSError as error:  # a disk is away: the run goes on
+        except OSError as error:  # a disk is away: the run continues
             _say(console, f"what the ranks print cannot be shown: {error}", "yellow")
     run.wait()
 
@@ -134,7 +134,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             lines.append(f"  TensorBoard: `{_command()} tensorboard {run.id}`")
         _say(console, "\n".join(lines), "green", "completed")
         return EXIT_DONE
-    # Any other end: say why, where it can go on, and where the logs are. `toolkit why` tells what a failed run used.
+    # Any other end: print why, how to continue, and where the logs are. `toolkit why` shows what a failed run used.
     has_failed = result.state is RunState.FAILED
     lines = [f"{result.state}: {result.why or ''}"]
     if result.step:
@@ -170,15 +170,12 @@ def _say(console: Console, text: str, colour: str, word: str | None = None) -> N
 
 
 def _number(value: float | None) -> str:
-    """Write a metric. A NaN is null in the files."""
+    """Return a metric as text. A NaN is null in the files."""
     return "not a number" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"
 
 
 def _command() -> str:
-    """Return the words that call this program from here.
-
-    If the entry point was not used, the running Python is called.
-    """
+    """Return the words that call this program from here: its entry point, or the running Python."""
     program = Path(sys.argv[0])
     if shutil.which("toolkit") == sys.argv[0]:
         return "toolkit"
@@ -186,7 +183,6 @@ def _command() -> str:
 
 
 def _short(path: Path) -> str:
-    """Return the path relative to the current folder if it lies below that."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
@@ -246,10 +242,7 @@ class GrowingLog:
         self._begin(0 if lines else at)
 
     def read(self) -> str:
-        """Return the next lines. Empty where none has ended since, or there is no log yet.
-
-        The last line of an attempt's log ends with it.
-        """
+        """Return the next lines; the last line of an attempt's log ends with it. Empty where none has ended since."""
         data = self._read()
         ended = ""
         if not data and self._moves_on and (newest := self._newest()) > self._attempt:
@@ -324,7 +317,6 @@ def _rank(path: Path) -> int:
 
 
 def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]:
-    """Yield the lines of a log behind ``head``, each with its time."""
     at = begun
     try:
         with reading.open_text(path, newline="\n") as file:

@@ -1,7 +1,4 @@
-"""`toolkit submit CONFIG --help`: the keys of a first week; ``--help-all``: every key that the config can set.
-
-The text about each key is the comment in its source.
-"""
+"""`toolkit submit CONFIG --help`: the keys of a first week; ``--help-all``: all. Each is explained by its comment."""
 
 from __future__ import annotations
 
@@ -69,10 +66,9 @@ class Key:
 def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: bool = False) -> str:
     """Return a page of keys with their types, values, defaults and comments; ``sweep``: the file may hold one.
 
-    Without ``every`` these are the ones of a first week, and those that are set; of the others it has the names. Where
-    a value comes from is named, and the default where the value differs from it. The job's own keys come first, and the
-    options of its script. Keys that do not act on the job are left out. Raises ConfigError for a config that cannot be
-    read.
+    Without ``every`` these are the ones of a first week, and those that are set; of the others it has the names. The
+    job's own keys come first, and the options of its script. Keys that do not act on the job are left out. Raises
+    ConfigError for a config that cannot be read.
     """
     origins: dict[str, str] = {}
     values, own = merged_layers(config, overrides, sweep=sweep, origins=origins)
@@ -88,10 +84,9 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: b
             lines += ["", f"params: {job.path} declares no keys of its own; how it can: docs/config.md"]
         elif own is not None:
             found = _keys(own, "params.", defaults_of(own, _REQUIRED), values["params"], origins)
-            lines += ["", *_section(f"params of {values['job']}", _about(job, own), found)]
+            lines += ["", *_section(f"params of {values['job']}", about_of(own, job), found)]
     if acting.options:
-        about = f"options of {acting.script}, behind `--` or as args.NAME=VALUE:"
-        lines += ["", about]
+        lines += ["", f"options of {acting.script}, behind `--` or as args.NAME=VALUE:"]
         lines += [line for option in acting.options for line in _beside(f"  {option.flag}", option.about)]
     top: list[Key] = []
     # Each dataclass in the config is a section; the other keys belong to the run itself.
@@ -115,10 +110,7 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: b
 
 
 def words_by_key() -> dict[str, list[str]]:
-    """Return the keys that all configs have, each with the words that it takes.
-
-    A key without known words has an empty list.
-    """
+    """Return the keys that all configs have, each with the words that it takes, none where they are not known."""
     defaults = asdict(JobConfig())
     keys = _keys(JobConfig, "", defaults, defaults, {})
     return {key.name: ["true", "false"] if key.hint is bool else [*_words(key.name)] for key in keys}
@@ -129,14 +121,10 @@ def _words(key: str) -> tuple[str, ...]:
     return next((limit.words for limit in limits_of(JobConfig).get(key, ()) if isinstance(limit, OneOf)), ())
 
 
-def about_of(section: Any) -> str:
-    """Return what a section of the config is about."""
-    return _about(_source_of(section), section)
-
-
-def _about(source: PythonSource, kind: Any) -> str:
-    """Return the first paragraph of a class's docstring."""
-    return source.docstring(kind.__name__).partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+def about_of(kind: Any, source: PythonSource | None = None) -> str:
+    """Return the first paragraph of a class's docstring: what a section of the config is about."""
+    text = (source or _source_of(kind)).docstring(kind.__name__)
+    return text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 
 
 def _source_of(kind: Any) -> PythonSource:
@@ -180,7 +168,7 @@ def _lines(key: Key) -> list[str]:
 
 
 def _beside(left: str, comment: str) -> list[str]:
-    """Return the lines of a key with its comment beside it if the key is short enough, else below it."""
+    """Return the lines of a key with its comment next to it if the key is short enough, else below it."""
     texts = wrap(comment, WIDTH - _COMMENT)
     heads = wrap(left, WIDTH, subsequent_indent="    ") if len(left) >= WIDTH else [left]
     if texts and len(heads) == 1 and len(left) < _COMMENT:
@@ -189,5 +177,4 @@ def _beside(left: str, comment: str) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """Return a value as a config writes it."""
     return value if isinstance(value, str) and value.isprintable() and value.strip() else json.dumps(value)

@@ -29,7 +29,7 @@ GROUPS = {
     "start runs": ("submit", "exec", "new", "sweep", "shell", "supervise", "run"),
     "look at runs": ("status", "watch", "follow", "logs", "why", "report", "compare", "tensorboard", "sync"),
     "while a run trains": ("stacks", "profile"),
-    "end runs, and go on": ("stop", "cancel", "resume", "rm", "gc"),
+    "end and continue runs": ("stop", "cancel", "resume", "rm", "gc"),
     "checkpoints and models": ("checkpoint", "evaluate", "generate", "export", "resume-check"),
     "this site": ("doctor", "init", "env", "data", "completion"),
 }
@@ -63,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     if words[:1] == ["__complete"]:  # by a shell, see `toolkit completion`
-        from toolkit.cli import completion as offers
-
-        return offers.main(words[1:])
+        code: int | None = registry.find("commands", "completion").main(words[1:])
+        return code or EXIT_DONE
     logs.setup_for_command()
     is_job = words[:1] in (["run"], ["supervise"])  # these run a job, whose output is its own
     # Of one command only its own module is loaded: all would take longer than most commands.
@@ -75,20 +74,18 @@ def _main(words: Sequence[str]) -> int:
             print(EPILOG if words else "`toolkit --help` shows all commands.")
             sys.stdout.flush()  # here, where an error of it is handled
             return EXIT_DONE
-        if not words[0].startswith("-"):
-            if registry.where("commands", words[0]) is None:
-                text = f"no command {words[0]!r}; {nearest(words[0], commands())}`toolkit --help` lists the commands"
-                raise RequestError(text)
-            parser = build_parser(tuple(words[:1]))
-        else:
-            parser = build_parser(())
-        args = parse(parser, words)
+        names = () if words[0].startswith("-") else (words[0],)
+        if names and registry.where("commands", words[0]) is None:
+            close = nearest(words[0], commands())
+            raise RequestError(f"no command {words[0]!r}; {close}`toolkit --help` lists the commands")
+        args = parse(build_parser(names), words)
         with terminal.unguarded() if is_job else contextlib.nullcontext():
-            code: int | None = args.run_command(args)
+            code = args.run_command(args)
         sys.stdout.flush()
         return code or EXIT_DONE
     except ToolkitError as error:
-        return _say_error(error)
+        terminal.say(f"toolkit: error: {error}", sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:  # `toolkit logs --follow` ends only so
         return EXIT_INTERRUPTED
     except OSError as error:
@@ -107,11 +104,6 @@ def _main(words: Sequence[str]) -> int:
         text = f"{where or 'the output or the current folder'}: {error.strerror or error}{advice}"
         terminal.say(f"toolkit: error: {text}", sys.stderr)
         return EXIT_FAILED
-
-
-def _say_error(error: ToolkitError) -> int:
-    terminal.say(f"toolkit: error: {error}", sys.stderr)
-    return error.exit_code
 
 
 def _has_lost_reader(stream: TextIO) -> bool:
@@ -138,15 +130,15 @@ def overview(of: Mapping[str, Sequence[str]]) -> str:
     """Return the help on these commands, a line for each, which fits a terminal of 80 columns."""
     lines = [USAGE, ""]
     for title, names in of.items():
-        lines += [f"{title}:", *(f"  {name:<14}{_about(name)}" for name in names), ""]
+        lines.append(f"{title}:")
+        for name in names:
+            try:
+                about = (registry.find("commands", name).__doc__ or "").partition("\n")[0]
+            except PluginError as error:
+                about = f"cannot be loaded: {error}"
+            lines.append(f"  {name:<14}{about}")
+        lines.append("")
     return "\n".join(lines)
-
-
-def _about(name: str) -> str:
-    try:
-        return (registry.find("commands", name).__doc__ or "").partition("\n")[0]
-    except PluginError as error:
-        return f"cannot be loaded: {error}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -197,7 +189,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     words = list(argv)
     takes_words = words[:1] and words[0] in ("exec", "shell", *TAKE_ARGUMENTS)
     cut = words.index("--") if takes_words and "--" in words else len(words)
-    args, rest = parser.parse_known_args(_joined(words[:cut]))
+    joined: list[str] = []
+    for word in words[:cut]:
+        if joined and joined[-1] in MAY_BEGIN_WITH_MINUS:  # argparse would take the value for another option
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    args, rest = parser.parse_known_args(joined)
     args.words = words[cut + 1 :]
     # An unknown option is an error; other words are overrides.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
@@ -212,17 +210,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         # They come first: `args.epochs=3` changes one of them.
         args.overrides = [script_arguments.argv_override(args.words), *args.overrides]
     return args
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """Join options with a value that may begin with a minus. argparse would take the value for another option."""
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1] in MAY_BEGIN_WITH_MINUS:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def _as_keys(words: Sequence[str], cut: int, unknown: Sequence[str]) -> str:

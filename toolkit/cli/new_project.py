@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.base import fsio
 from toolkit.base.errors import RequestError, nearest
 from toolkit.cli.arguments import new_path
 
 
-@dataclass(frozen=True)
-class Example:
-    """An example to begin with: the job's file, the files beside it, and its config. A script has no config."""
+class Example(NamedTuple):
+    """An example to begin with: the job's file, the files next to it, and its config. A script has no config."""
 
     job: str
     others: tuple[str, ...] = ()
@@ -81,10 +80,7 @@ def target(name: str, example: str) -> str:
 
 
 def create(folder: Path, example: str) -> list[Path]:
-    """Make the project ``folder``, named by its last part, from an example. Raises RequestError.
-
-    Returns the project's files.
-    """
+    """Make the project ``folder``, named by its last part, from an example. Return its files. Raises RequestError."""
     name = folder.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise RequestError(f"toolkit new: {name!r} is to name a Python file: use a to z, 0 to 9 and _, a letter first")
@@ -94,7 +90,7 @@ def create(folder: Path, example: str) -> list[Path]:
     new_path("toolkit new", str(folder))
     chosen = EXAMPLES[example]
     if name in {Path(file).stem for file in chosen.others}:
-        raise RequestError(f"toolkit new: the example has a file {name}.py beside its job; choose another name")
+        raise RequestError(f"toolkit new: the example has a file {name}.py next to its job; choose another name")
     # The folder appears only when it is complete.
     files = _files(name, chosen)
     with fsio.new_path(folder) as made:
@@ -105,8 +101,9 @@ def create(folder: Path, example: str) -> list[Path]:
 
 
 def _files(name: str, example: Example) -> dict[str, str]:
-    """Return the text of each file of the project."""
-    source = _sources()
+    # The examples' paths start in the installed package, or in the checkout.
+    package = Path(__file__).parents[1]
+    source = package / "examples" if (package / "examples").is_dir() else package.parent
     is_script = example.config is None
     words = {
         "name": name,
@@ -119,23 +116,13 @@ def _files(name: str, example: Example) -> dict[str, str]:
     files = {"README.md": README.format(**words), f"{name}.sh": SBATCH.format(**words)}
     files[f"test_{name}.py"] = TEST.format(**words)
     if example.config is not None:
-        files[f"{name}.yaml"] = _config((source / example.config).read_text(), name)
+        text = re.sub(r"^name: .*$", f"name: {name}", (source / example.config).read_text(), count=1, flags=re.M)
+        text = re.sub(r"^job: .*$", f"job: ./{name}.py", text, count=1, flags=re.M)
+        # The comment at the head describes the example, not the project.
+        files[f"{name}.yaml"] = re.sub(r"\A(#.*\n)+", "", text)
     # The project's files import each other without `jobs.`, and the job's file takes the project's name.
     for file in (example.job, *example.others):
         text = (source / file).read_text().replace("from jobs.", "from ").replace(example.job, f"{name}.py")
         text = text.replace(example.config or "\0", f"{name}.yaml")
         files[f"{name}.py" if file == example.job else Path(file).name] = text
     return files
-
-
-def _sources() -> Path:
-    """Return the folder that the examples' paths start from. It is in the installed package, or the checkout."""
-    package = Path(__file__).parents[1]
-    return package / "examples" if (package / "examples").is_dir() else package.parent
-
-
-def _config(text: str, name: str) -> str:
-    text = re.sub(r"^name: .*$", f"name: {name}", text, count=1, flags=re.M)
-    text = re.sub(r"^job: .*$", f"job: ./{name}.py", text, count=1, flags=re.M)
-    # The comment at the head describes the example, not the project.
-    return re.sub(r"\A(#.*\n)+", "", text)

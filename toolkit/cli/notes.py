@@ -28,7 +28,7 @@ def of(row: RunRow) -> list[str]:
     if row.why and row.state != RunState.COMPLETED:
         found.append(row.why)
     if (why := _held_for(row)) is not None:
-        text = f"Slurm holds job {row.job_id} ({why}); when that is mended, "
+        text = f"Slurm holds job {row.job_id} ({why}); when that is fixed, "
         found.append(f"{text}`scontrol release {row.job_id}` lets it go on")
     elif row.slurm in states.PAUSED:
         goes_on = states.PAUSED[row.slurm].format(row.job_id)
@@ -48,9 +48,8 @@ def of(row: RunRow) -> list[str]:
 
 def waits_for(row: RunRow) -> str:
     """Return what a run waits for; empty for one that does not wait, or for an unknown reason."""
-    if row.after and (row.slurm != "PENDING" or row.reason in (None, "None", "Dependency")):
-        return waits_until(row.after)
-    return states.in_words(row.reason) if _waits(row) else ""
+    reason = _pending_reason(row)
+    return waits_until(row.after) if row.after and reason in ("", "Dependency") else states.in_words(reason)
 
 
 def start_text(start: float | None) -> str:
@@ -64,19 +63,16 @@ def loss_remark(metrics: Any) -> str:
     return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
 
 
-def _waits(row: RunRow) -> bool:
-    return row.slurm == "PENDING" and row.reason not in (None, "None")
-
-
 def _held_for(row: RunRow) -> str | None:
-    """Return Slurm's reason to hold the job, or None. Slurm 24.11 has states for it, 22.05 only the reasons.
-
-    Slurm's reasons are in squeue(1) and, with blanks, in its source.
-    """
+    """Return Slurm's reason, see squeue(1), to hold the job, or None. Slurm 24.11 has states for it, too."""
     if row.slurm in _HOLDING_STATES:
-        return row.reason if row.reason not in (None, "None") else str(row.slurm)
-    reason = row.reason if _waits(row) and row.reason is not None else ""
+        return row.reason if row.reason not in (None, "None") else row.slurm
+    reason = _pending_reason(row)
     return reason if "held" in reason.lower() or reason in _FOR_EVER else None
+
+
+def _pending_reason(row: RunRow) -> str:
+    return "" if row.slurm != "PENDING" or row.reason is None or row.reason == "None" else row.reason
 
 
 def stragglers(status: RunStatus) -> list[dict[str, Any]]:

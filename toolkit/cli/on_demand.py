@@ -1,8 +1,7 @@
-"""Sends a request to a run's ranks and shows the answer. `toolkit stacks` and `profile` are such requests."""
+"""Sends a request, `toolkit stacks` or `profile`, to a run's ranks and shows the answer."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
@@ -14,29 +13,26 @@ from toolkit.base.terminal import say
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Answer, StackGroup, UserRequest
+from toolkit.run.records.stop_request import Answer, UserRequest
 
-DEFAULT_WAIT_S = 600.0
 #: After this time without an answer a line says how the run stands.
 PATIENCE_S = 10.0
 
 
-def add_wait_s(parser: argparse.ArgumentParser) -> None:
-    text = "withdraw the request where the ranks have not answered after this time; default: %(default).0f"
-    parser.add_argument("--wait", type=float, default=DEFAULT_WAIT_S, metavar="SECONDS", dest="wait_s", help=text)
+def carry_out(run: RunDir, request: UserRequest, wait_s: float, rank: int | None = None) -> Answer:
+    """Leave a request, about ``rank`` or all, for the run's supervisor and return its answer.
 
-
-def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
-    """Leave a request for the run's supervisor and return its answer.
-
-    Raises RequestError for a run without ranks, for a request that is refused, and where there was no answer. The
-    request is then withdrawn: it is not carried out later.
+    Raises RequestError for a run without ranks or this rank, for a request that is refused, and where there was no
+    answer. The request is then withdrawn: it is not carried out later.
     """
     from toolkit.run.submission.handle import attach  # commands that only print their help do without
 
     if not 0 < wait_s <= stop_request.LONGEST_WAIT_S:
         raise RequestError(f"--wait {wait_s:g}: from 0 to {stop_request.LONGEST_WAIT_S:.0f} seconds")
-    refuse_unless_running(run)
+    _refuse_unless_running(run)
+    world_size = run.status().world_size
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise RequestError(f"run {run.id} has no rank {rank}: its ranks are 0 to {world_size - 1}")
     handle = attach(run)
     request_id = stop_request.put(run, request)
     try:
@@ -55,7 +51,7 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
         stop_request.remove(run, request_id)
     if answer is None:
         # If the run has ended meanwhile, say so: no wait would have helped.
-        refuse_unless_running(run)
+        _refuse_unless_running(run)
         raise RequestError(
             f"run {run.id}: no answer within {wait_s:.0f} s, the request is withdrawn; "
             f"`toolkit status {run.id}` says how the run stands, "
@@ -66,20 +62,13 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float) -> Answer:
     return answer
 
 
-def refuse_unless_running(run: RunDir) -> None:
+def _refuse_unless_running(run: RunDir) -> None:
     """Raise RequestError for a run that has ended, or whose ranks do not run yet."""
     result, state = run.result(), run.status().state
     if result is not None:
         raise RequestError(f"run {run.id} has ended ({result.state}): it has no ranks that could answer")
     if state is None or state.is_waiting:
         raise RequestError(f"run {run.id} is {state or 'not started'}: it has no ranks yet; try again when it runs")
-
-
-def refuse_other_rank(run: RunDir, rank: int) -> None:
-    """Raise RequestError for a rank that the run does not have."""
-    world_size = run.status().world_size
-    if world_size is not None and not 0 <= rank < world_size:
-        raise RequestError(f"run {run.id} has no rank {rank}: its ranks are 0 to {world_size - 1}")
 
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
@@ -90,9 +79,13 @@ def stacks_page(run: RunDir, answer: Answer) -> str:
     step = "" if answer.step is None else f", step {answer.step}"
     pieces = [f"{run.name}/{run.id}, attempt {answer.attempt}{step}"]
     for group in sorted(answer.groups, key=lambda group: (-len(group.ranks), group.ranks)):
+        count = len(group.ranks)
+        ranks = hostlist.compress(map(str, group.ranks)).strip("[]")
+        still = f", for {group.still_s:.0f} s" if group.still_s >= 1 else ""
+        head = f"{'rank' if count == 1 else f'{count} ranks:'} {ranks}: {group.doing}{still}"
         # Without the frames that start the rank: they are the same in all.
-        own = takewhile(lambda line: "/toolkit/run/rank/main.py" not in line, group.stack)
-        pieces.append("\n".join([_head(group), *(f"  {_short(run, line)}" for line in own)]))
+        frames = takewhile(lambda line: "/toolkit/run/rank/main.py" not in line, group.stack)
+        pieces.append("\n".join([head, *(f"  {_short(run, line)}" for line in frames)]))
     if not any(group.stack for group in answer.groups):
         is_early = run.status().state is RunState.STARTING
         why = "its ranks are starting; try again" if is_early else "a script without toolkit.start() needs py-spy there"
@@ -109,10 +102,3 @@ def _short(run: RunDir, line: str) -> str:
     for code in (run.code, run.code.resolve()):
         file = file.removeprefix(f"{code}/")
     return f"{file}:{match['line']} {match['name']}"
-
-
-def _head(group: StackGroup) -> str:
-    count = len(group.ranks)
-    ranks = hostlist.compress(map(str, group.ranks)).strip("[]")
-    still = f", for {group.still_s:.0f} s" if group.still_s >= 1 else ""
-    return f"{'rank' if count == 1 else f'{count} ranks:'} {ranks}: {group.doing}{still}"

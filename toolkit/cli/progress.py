@@ -1,4 +1,4 @@
-"""What `--follow` shows while a run goes on: a progress bar, and what the first rank prints."""
+"""What `--follow` shows while a run trains: a progress bar, and what the first rank prints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOGGED = re.compile(r"\d\d:\d\d:\d\d rank \d+/\d+ \S+ [A-Z]+ |\[[IWEF]\d{4} |\[
 
 
 def follow(run: Run, console: Console) -> None:
-    """Show how the run gets on until its end, and what the first rank prints."""
+    """Show the run's progress until its end, and what the first rank prints."""
     output = _Output(run.dir)
     # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
     if not console.is_terminal:
@@ -111,16 +111,19 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
-def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float, own_bar: str = "") -> None:
-    at = status.progress
+def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float, bar_of_rank: str = "") -> None:
+    at, words = status.progress, describe(status)
+    if status.state is RunState.RUNNING and at.epoch is None and at.step is not None:  # a loop without epochs
+        step = f"step {at.step}" + (f"/{at.total_steps}" if at.total_steps else "")
+        words = words.replace(RunState.RUNNING, step, 1)
     if status.state is not None and not status.state.has_ranks:  # those of the attempt before
         at = at.replace(eta_s=None, loss=None, samples_per_s=None, metrics={})
     progress.update(
         task,
-        description=escape(_with_step(status)),
+        description=escape(words),
         total=at.total_steps,
         completed=at.step or 0,
-        figures=figures(at) or escape(own_bar),
+        figures=figures(at) or escape(bar_of_rank),
         clock=clock(at, waited_s),
     )
 
@@ -139,14 +142,6 @@ def describe(status: RunStatus) -> str:
     if (status.attempt or 1) > 1:
         words.append(f"attempt {status.attempt}")
     return ", ".join(words)
-
-
-def _with_step(status: RunStatus) -> str:
-    """Describe a run for the bar: of a loop without epochs its step is told."""
-    at, words = status.progress, describe(status)
-    if status.state is not RunState.RUNNING or at.epoch is not None or at.step is None:
-        return words
-    return words.replace(RunState.RUNNING, f"step {at.step}" + (f"/{at.total_steps}" if at.total_steps else ""), 1)
 
 
 _PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}

@@ -34,7 +34,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     state = row.state if is_over else known or "unknown"
     over = f"job {row.job_id} is over ({row.slurm}) and wrote no result" if is_over and row.slurm else None
     is_waiting = state in (RunState.QUEUED, RunState.REQUEUED)
-    # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
+    # Steps after the newest checkpoint are lost, unless the run completed or still runs.
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
@@ -86,10 +86,7 @@ def _start_up(attempts: Sequence[AttemptRecord], status: RunStatus) -> dict[int,
 
 
 def first_failure_of(run: RunDir, attempts: Sequence[AttemptRecord]) -> dict[str, Any] | None:
-    """Return the first failing rank of the last attempt that failed.
-
-    With it come its error, and how many ranks failed after it.
-    """
+    """Return the first failing rank of the last attempt that failed, with its error and how many failed after it."""
     for attempt in reversed(attempts):
         failure = attempt.first_failure
         if failure is not None:

@@ -38,10 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def named(texts: Sequence[str]) -> tuple[list[RunDir], list[Path]]:
-    """Return the runs that ``texts`` name, and the folders of the sweeps among them.
-
-    Raises RunNotFoundError for a name that is neither.
-    """
+    """Return the runs that ``texts`` name, and the folders of the sweeps among them. Raises RunNotFoundError."""
     runs, sweeps = list[RunDir](), list[Path]()
     for text in texts:
         try:

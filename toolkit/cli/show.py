@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is a
     from toolkit.slurm.jobs import JobStatus
     from toolkit.slurm.shared_queue import SharedQueue
 
+#: More rows than this are counted by state.
+MOST_UNCOUNTED = 20
+
 
 def status_rows(runs: Sequence[RunDir]) -> list[RunRow]:
-    """Return one row for each run, from its own files.
-
-    Slurm is asked, once for all, about runs that wait or are quiet.
-    """
+    """Return one row for each run, from its files. Slurm is asked, once for all, about those that wait or are quiet."""
     return with_slurm(read_rows(runs), ask_slurm)
 
 
@@ -42,22 +42,22 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
 
     ``ask`` is called once, and only if there are such rows.
     """
+    jobs = dict[str, RunJobs]()
     for row in rows:
-        goes_on = isinstance(row.state, RunState) and not row.state.is_over
-        row.silent = goes_on and _quiet_s(row.updated) > limits().supervisor_silent_s
-    asked = []
-    for row in rows:
-        state = row.state
-        # Skip ended runs, and those whose files do not say how they stand.
-        if row.executor != "slurm" or not isinstance(state, RunState) or state.is_over:
+        state, row.silent = row.state, False
+        if not isinstance(state, RunState) or state.is_over:  # or its files do not say how it stands
             continue
-        if state.is_waiting or _quiet_s(row.updated) > limits().supervisor_quiet_s:
-            asked.append(row)
-    # A run may have follow-up jobs: ask about all of them, then show the one that is present.
-    jobs, here = _jobs_here(asked)
+        row.silent = _quiet_s(row.updated) > limits().supervisor_silent_s
+        is_in_doubt = state.is_waiting or _quiet_s(row.updated) > limits().supervisor_quiet_s
+        if is_in_doubt and row.executor == "slurm" and row.job_id:
+            # A run may have follow-up jobs: ask about all of them, then show the current one.
+            jobs[row.path] = RunJobs(RunDir(Path(row.path)), (row.job_id, *row.follow_ups), row.cluster)
+    here = cluster_name.name_here() if any(of_run.cluster for of_run in jobs.values()) else ""
+    # Those of another cluster cannot be asked about here.
+    jobs = {path: of_run for path, of_run in jobs.items() if not of_run.is_elsewhere(here)}
     answers = ask([job for of_run in jobs.values() for job in of_run.ids]) if jobs else {}
     stands = dict[str, RunStanding]()
-    for row in asked:
+    for row in rows:
         if row.path not in jobs:
             continue
         try:
@@ -72,32 +72,17 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
             row.expected_start = job.start_time if ownership.waits(job) else None
     for row in rows:
         # Most rows keep their state: Slurm was not asked, and their own files are recent.
-        if row.slurm is not None or row.silent:
-            stand = stands.get(row.path) or _without_job(row)
-            is_forgotten = _quiet_s(row.updated) > HEARD_S
-            row.state = stand.in_words(row.state, row.asked, is_silent=row.silent, is_forgotten=is_forgotten)
+        if row.slurm is None and not row.silent:
+            continue
+        if row.path in stands:
+            stand = stands[row.path]
+        elif row.executor == "slurm" and row.job_id:  # its job is on another cluster
+            stand = RunStanding(Life.UNSEEN, row.job_id)
+        else:
+            stand = submitted_run.without_job(RunDir(Path(row.path)), row.executor)
+        is_forgotten = _quiet_s(row.updated) > HEARD_S
+        row.state = stand.in_words(row.state, row.asked, is_silent=row.silent, is_forgotten=is_forgotten)
     return rows
-
-
-def _without_job(row: RunRow) -> RunStanding:
-    """Judge a run without a job here, or with one of another cluster."""
-    if row.executor == "slurm" and row.job_id:
-        return RunStanding(Life.UNSEEN, row.job_id)
-    return submitted_run.without_job(RunDir(Path(row.path)), row.executor)
-
-
-def _jobs_here(rows: Sequence[RunRow]) -> tuple[dict[str, RunJobs], str]:
-    """Return the jobs of each run, by its folder, and the name of this cluster, as far as it matters.
-
-    Those of another cluster cannot be asked about here.
-    """
-    found = {}
-    for row in rows:
-        if row.job_id:
-            ids = (row.job_id, *row.follow_ups)
-            found[row.path] = RunJobs(RunDir(Path(row.path)), ids, row.cluster)
-    here = cluster_name.name_here() if any(jobs.cluster for jobs in found.values()) else ""
-    return {path: jobs for path, jobs in found.items() if not jobs.is_elsewhere(here)}, here
 
 
 def _quiet_s(updated: float | None) -> float:
@@ -144,7 +129,7 @@ def _launch_failure(row: RunRow, job: JobStatus | None) -> str | None:
     if job.reason == "JobLaunchFailure":
         return (
             f"Slurm could not start job {job.job_id} on {node}, and has given it up. If the disk is full, make room, "
-            f"then `toolkit resume {row.run}` goes on. Else {blind}"
+            f"then `toolkit resume {row.run}` continues it. Else {blind}"
         )
     # Since 23.02: the script has failed before its supervisor wrote a status, or a log where this machine sees it.
     if job.state != "FAILED" or row.state not in (RunState.QUEUED, RunState.REQUEUED):
@@ -157,7 +142,7 @@ def _launch_failure(row: RunRow, job: JobStatus | None) -> str | None:
 def print_rows(rows: list[RunRow], names: Sequence[str] = (), width: int | None = None) -> None:
     """Print the rows as a table of at most ``width`` characters, with the columns ``names`` or the usual ones.
 
-    Of one run all is told below the table, in sentences. Many are counted by state.
+    Below it are all facts about a single run, in sentences, or the number of runs by state where there are many.
     """
     if not rows:
         print(f"no runs under {rundir.runs_root()}")
@@ -165,31 +150,27 @@ def print_rows(rows: list[RunRow], names: Sequence[str] = (), width: int | None 
     table = columns.table(rows, names, width)
     table.print()
     if len(rows) == 1:
-        for text in (*notes.of(rows[0]), *_of_one(rows[0])):
-            terminal.say(text)
+        _print_one(rows[0])
         return
     if len(rows) > MOST_UNCOUNTED:
         terminal.say(count_by_state(rows))
     if table.is_cut and not names:
-        terminal.say("`toolkit status RUN` tells all of one run, --wide shows all columns")
+        terminal.say("`toolkit status RUN` shows all of one run, --wide shows all columns")
 
 
-def _of_one(row: RunRow) -> Iterator[str]:
-    """Yield what to do next, the words of a script, where the time went and what is used."""
-    yield from _next(row)
-    is_running = isinstance(row.state, RunState) and row.state.has_ranks
-    told = [given_words(RunDir(Path(row.path))), goodput.sentence(row.goodput)]
-    yield from filter(None, [*told, row.using if is_running else ""])
+def _print_one(row: RunRow) -> None:
+    """Print the notes, what to do next, the words of a script, where the time went and what is used."""
+    run, state, lines = RunDir(Path(row.path)), str(row.state), notes.of(row)
+    # Only its user brings such a run back.
+    if state != RunState.COMPLETED and (state in OVER or state.startswith("lost")):
+        from toolkit.run.attempt import advice  # reads configs
 
-
-def _next(row: RunRow) -> list[str]:
-    """Return what to do next about a run that only its user brings back; nothing for others."""
-    state = str(row.state)
-    if state == RunState.COMPLETED or (state not in OVER and not state.startswith("lost")):
-        return []
-    from toolkit.run.attempt import advice  # reads configs
-
-    return [f"next: {advice.of(RunDir(Path(row.path)), state)}"]
+        lines.append(f"next: {advice.of(run, state)}")
+    lines += [given_words(run), goodput.sentence(row.goodput)]
+    if isinstance(row.state, RunState) and row.state.has_ranks:
+        lines.append(row.using)
+    for text in filter(None, lines):
+        terminal.say(text)
 
 
 def given_words(run: RunDir) -> str:
@@ -202,10 +183,6 @@ def given_words(run: RunDir) -> str:
         return ""
     words = shlex.join(configs.command_line(config))
     return words and f"{'command' if config.job == configs.FOREIGN_JOB else 'arguments'}: {words}"
-
-
-#: More rows than this are counted by state.
-MOST_UNCOUNTED = 20
 
 
 def count_by_state(rows: Sequence[RunRow]) -> str:

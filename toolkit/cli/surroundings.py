@@ -38,7 +38,6 @@ class Surroundings:
         return self.config.job == configs.FOREIGN_JOB
 
     def _lines(self) -> list[str]:
-        """Return the lines of bash that make the variables, and go to the folder."""
         cluster, folder = self.config.cluster, Path.cwd()
         values = {"TOOLKIT_RUNS": str(rundir.runs_root()), "OMP_NUM_THREADS": str(cluster.cpus_per_task)}
         if self.run is not None:

@@ -84,7 +84,6 @@ class Table:
         yield line[self._end :], ""
 
     def print(self) -> None:
-        """Print the table to stdout."""
         for number in range(len(self.lines)):
             terminal.paint([*self.parts(number), ("\n", "")])
 

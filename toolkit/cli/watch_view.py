@@ -55,13 +55,10 @@ class Watch:
     def rows(self) -> list[RunRow]:
         """Return the rows as they are now, the newest last. Rows of sweeps are up to 10 s old."""
         live = [run for run in self._listed() if run not in self._over]
-        rows, before = self._rows_of(live), [*self._over.values()]
+        rows, before = show.with_slurm(run_rows.read_rows(live), self._ask), [*self._over.values()]
         self._over |= {run: row for run, row in zip(live, rows, strict=True) if row.state in run_rows.OVER}
         rows = selection.by_state([*before, *rows, *self._sweep_rows], self._args.state)
         return sorted(rows, key=lambda row: row.run if row.points is None else rundir.id_time(row.submitted or 0.0))
-
-    def _rows_of(self, runs: Sequence[RunDir]) -> list[RunRow]:
-        return show.with_slurm(run_rows.read_rows(runs), self._ask)
 
     def _listed(self) -> list[RunDir]:
         """Return the runs that the arguments select. Without any: those that go on or have ended lately."""
@@ -77,7 +74,6 @@ class Watch:
         return self._runs
 
     def _fold_sweeps(self) -> None:
-        """Replace the runs of points by the rows of their sweeps."""
         if not (paths := rundir.sweep_paths()):
             self._sweep_rows = []
             return
@@ -114,14 +110,8 @@ def run(args: Namespace) -> None:
     watch = Watch(args, shared_queue.of_user())
     names = tuple(filter(None, (args.columns or "").split(",")))
     if sys.stdout.isatty():
-        with _keys() as pressed:
-            _on_screen(watch, names, pressed)
-    else:
-        _on_paper(watch, names)
-
-
-def _on_paper(watch: Watch, names: Sequence[str]) -> None:
-    """Print the table at each change of a state, until all runs are over."""
+        _on_screen(watch, names)
+        return
     before: list[tuple[str, str]] | None = None
     while True:
         rows = watch.rows()
@@ -136,10 +126,11 @@ def _on_paper(watch: Watch, names: Sequence[str]) -> None:
         time.sleep(READ_EVERY_S)
 
 
-def _on_screen(watch: Watch, names: Sequence[str], pressed: Callable[[float], str]) -> None:
+def _on_screen(watch: Watch, names: Sequence[str]) -> None:
     from rich.live import Live
 
-    with Live(console=terminal.console(highlight=False), screen=True, auto_refresh=False) as live:
+    console = terminal.console(highlight=False)
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             begun = time.monotonic()
             size = shutil.get_terminal_size()
@@ -159,7 +150,7 @@ def picture(rows: Sequence[RunRow], names: Sequence[str], width: int, height: in
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{time.strftime('%H:%M:%S')}  {show.count_by_state(rows)}"[:width] + "\n", "bold")
     if not rows:
-        text.append("no run goes on, and none has ended in the last hour\n")
+        text.append("no run is active, and none has ended in the last hour\n")
     else:
         table = columns.table(shown, names, width)
         for number in range(len(table.lines)):
@@ -171,30 +162,24 @@ def picture(rows: Sequence[RunRow], names: Sequence[str], width: int, height: in
     told = notes.of(rows[0]) if len(rows) == 1 else []
     for line in terminal.wrapped("\n".join(told), width).splitlines()[: max(0, height - 4)]:
         text.append(f"{line}\n")
-    text.append("q ends this; the runs go on", "dim")
+    text.append("q ends this; the runs continue", "dim")
     return text
-
-
-def _no_key(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key and returns it. Without a keyboard it only waits.
+    """Yield a function that waits for a key and returns it, or "". Without a keyboard it only waits."""
+    fds = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
-    The terminal is as before at the end.
-    """
-    if not sys.stdin.isatty():
-        yield _no_key
-        return
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select(fds, [], [], seconds)
+        return os.read(fds[0], 64).decode(errors="replace") if ready else ""
+
+    before = [termios.tcgetattr(fd) for fd in fds]
     try:
-        tty.setcbreak(fd)
-        yield (
-            lambda seconds: os.read(fd, 64).decode(errors="replace") if select.select([fd], [], [], seconds)[0] else ""
-        )
+        for fd in fds:
+            tty.setcbreak(fd)
+        yield pressed
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for fd, attributes in zip(fds, before, strict=True):
+            termios.tcsetattr(fd, termios.TCSADRAIN, attributes)

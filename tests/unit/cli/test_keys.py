@@ -15,7 +15,7 @@ import pytest
 from tests.command import Command
 from tests.house.fuzz.harness import ROOT
 from toolkit import registry
-from toolkit.cli import completion
+from toolkit.cli.commands import completion
 from toolkit.cli.keys import FIRST
 from toolkit.cli.main import commands
 from toolkit.config import all_keys, merged_layers

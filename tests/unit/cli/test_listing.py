@@ -198,7 +198,7 @@ def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_whole(
         assert line.startswith(f"{run.id[-8:]}  broken  failed ")
         assert "  ValueError: the label 11 is not" in line
         assert line.endswith("...")
-    assert last == "`toolkit status RUN` tells all of one run, --wide shows all columns"
+    assert last == "`toolkit status RUN` shows all of one run, --wide shows all columns"
     show.print_rows(show.status_rows(runs))
     _, *lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  rank")[2] for line in lines] == [" ".join(error.split()).removeprefix("rank")] * 2

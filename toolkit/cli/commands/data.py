@@ -9,7 +9,7 @@ EXAMPLES = (
     ("toolkit data fetch ResNet50_Weights.IMAGENET1K_V2", "weights that model.init_from can name"),
     ("toolkit data fetch mnist", "download it to $TOOLKIT_DATA, or ./data"),
     ("toolkit data fetch cifar10 --root /shared/data", "to another folder"),
-    ("toolkit data tokenize books/ --tokenizer tokenizer.json --out tokens", "texts as tokens; goes on after a kill"),
+    ("toolkit data tokenize books/ --tokenizer tokenizer.json --out tokens", "texts as tokens; continues after a kill"),
 )
 #: Named and not imported: it needs torchvision, and an unknown name is refused without.
 _FETCH_WEIGHTS = "toolkit.plugins.formats.images.downloads:fetch_weights"
@@ -50,14 +50,11 @@ def _fetch(args: Namespace) -> None:
     name, *more = args.names
     if more:
         raise RequestError(f"toolkit data fetch {name}: {more[0]!r} is one word too many")
-    if not origin.is_published(name):
-        fetch = catalog.entry_of(name).fetch
-        if fetch is None:
-            print(f"{name} needs no files: there is nothing to fetch")
-        else:
-            print(registry.part_of("datasets", name, fetch)(name, args.root))
+    fetch = _FETCH_WEIGHTS if origin.is_published(name) else catalog.entry_of(name).fetch
+    if fetch is None:
+        print(f"{name} needs no files: there is nothing to fetch")
     else:
-        print(registry.part_of("datasets", name, _FETCH_WEIGHTS)(name, args.root))
+        print(registry.part_of("datasets", name, fetch)(name, args.root))
 
 
 def _tokenize(args: Namespace) -> None:

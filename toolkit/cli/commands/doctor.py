@@ -75,7 +75,6 @@ def run(args: Namespace) -> int:
 
 
 def _site_page(profile: Any, why_none: str, width: int | None) -> list[str | tables.Table]:
-    """Return the lines about the site, and about this environment."""
     from toolkit.plugins.site import doctor
     from toolkit.plugins.site.doctor import versions
 

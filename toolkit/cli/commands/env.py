@@ -29,7 +29,6 @@ def run(args: Namespace) -> None:
 
 
 def _facts() -> dict[str, Any]:
-    """Return placement, network and devices of this process, as ``toolkit run`` would derive them."""
     from dataclasses import asdict
 
     from toolkit.plugins.site.checks import devices
@@ -45,7 +44,6 @@ def _facts() -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the facts as table rows, each number with the variable it came from."""
     names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
     sources = facts["sources"]
     rows = [("", "VALUE", "FROM")]

@@ -14,7 +14,7 @@ EXAMPLES = (
     ),
     (
         "toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- python train.py",
-        "a script that has to be told where to go on",
+        "a script that must be told where to continue",
     ),
     ("toolkit exec --name try --executor local -- python train.py", "on this machine, with a name"),
 )

@@ -54,7 +54,6 @@ def run(args: Namespace) -> None:
 
 
 def _check(args: Namespace) -> None:
-    """Raise RequestError for a number out of range."""
     for name, value, least in (("max-tokens", args.max_tokens, 1), ("top-k", args.top_k, 1), ("seed", args.seed, 0)):
         if value is not None and not least <= value < 1 << 31:
             raise RequestError(f"--{name} {value}: {least} or more, below 2**31")

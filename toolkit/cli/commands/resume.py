@@ -12,8 +12,8 @@ from toolkit.base.errors import listing
 from toolkit.cli import arguments
 
 EXAMPLES = (
-    ("toolkit resume gpt", "go on from the last checkpoint, as it was submitted"),
-    ("toolkit resume gpt --code", "go on with the mended code of the project"),
+    ("toolkit resume gpt", "continue from the last checkpoint, as it was submitted"),
+    ("toolkit resume gpt --code", "continue with the fixed code of the project"),
     ("toolkit resume gpt train.epochs=20 --follow", "with more epochs, and watch it"),
     ("toolkit resume train args.epochs=20", "with another value of the script's option --epochs"),
 )
@@ -21,7 +21,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--code", action="store_true", help="copy the project's sources of now, and run those")
+    parser.add_argument("--code", action="store_true", help="copy the project's current sources, and run those")
     arguments.add_trust(parser)
     arguments.add_wait(parser)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.epochs=90")
@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
     if changed:
         say(
             f"note: {listing(changed, 3)} in {snapshot.project_of(chosen.code)} differs from the run's copy, which is "
-            f"used; to use the project's code of now: `toolkit cancel {chosen.id}`, then "
+            f"used; to use the project's current code: `toolkit cancel {chosen.id}`, then "
             f"`toolkit resume {chosen.id} --code`",
             sys.stderr,
         )

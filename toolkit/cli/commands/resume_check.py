@@ -13,7 +13,7 @@ from toolkit.cli import arguments
 
 EXAMPLES = (
     ("toolkit resume-check configs/digits_ddp.yaml", "kill a training at random steps and compare all steps"),
-    ("toolkit resume-check configs/digits_ddp.yaml --then-ranks 1", "kill it, and go on with one rank"),
+    ("toolkit resume-check configs/digits_ddp.yaml --then-ranks 1", "kill it, and continue with one rank"),
     ("toolkit resume-check train.py -- --epochs 2", "of a script with toolkit.start(), with arguments of its own"),
 )
 
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each of the two runs; default 60")
     parser.add_argument("--at", type=int, metavar="STEP", help="kill once, in this step; default: some random ones")
     parser.add_argument("--how", default="kill", help="kill (default) or stop: a signal after which the run commits")
-    parser.add_argument("--then-ranks", type=int, metavar="N", help="go on with another number of ranks")
+    parser.add_argument("--then-ranks", type=int, metavar="N", help="continue with another number of ranks")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="for the loss, with --then-ranks; default 1e-3")
     parser.add_argument("--seed", type=int, help="repeats a check; default: a random one, which is printed")
     parser.add_argument("--keep", action="store_true", help="keep the two runs; default: only if they differ")

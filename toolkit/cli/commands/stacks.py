@@ -18,14 +18,11 @@ def run(args: Namespace) -> None:
     import time
 
     from toolkit.cli import on_demand, show
-    from toolkit.cli.on_demand import stacks_page
     from toolkit.files import rundir
     from toolkit.run.records.stop_request import UserRequest, Wish
 
     of = rundir.find(args.run)
-    if args.rank is not None:
-        on_demand.refuse_other_rank(of, args.rank)
-    answer = on_demand.carry_out(of, UserRequest(Wish.STACKS, time.time()), args.wait_s)
+    answer = on_demand.carry_out(of, UserRequest(Wish.STACKS, time.time()), args.wait_s, args.rank)
     if args.rank is not None:
         answer = answer.replace(groups=tuple(group for group in answer.groups if args.rank in group.ranks))
-    print(show.as_json(answer.to_json()) if args.json else stacks_page(of, answer))
+    print(show.as_json(answer.to_json()) if args.json else on_demand.stacks_page(of, answer))

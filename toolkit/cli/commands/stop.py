@@ -1,4 +1,4 @@
-"""commit a checkpoint and end; `resume` goes on
+"""commit a checkpoint and end; `resume` continues
 
 All ranks agree on a step, commit it and end. The job is not requeued. A job
 that waits in the queue is cancelled: it has nothing to save.
@@ -6,7 +6,7 @@ that waits in the queue is cancelled: it has nothing to save.
 
 from argparse import ArgumentParser, Namespace
 
-EXAMPLES = (("toolkit stop gpt", "commit a checkpoint and end; `toolkit resume gpt` goes on"),)
+EXAMPLES = (("toolkit stop gpt", "commit a checkpoint and end; `toolkit resume gpt` continues it"),)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -18,10 +18,7 @@ def run(args: Namespace) -> None:
 
 
 def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
-    """Ask a run to ``stop`` or ``cancel``, and print ``text``.
-
-    If the run has ended or was asked before, print that instead.
-    """
+    """Ask a run to ``stop`` or ``cancel``, and print ``text``, or that it has ended or was asked before."""
     from toolkit.base.terminal import say
     from toolkit.files import rundir
     from toolkit.run.attempt import advice
@@ -37,5 +34,5 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     before = stop_request.asked(run)
     getattr(attach(run), how)(**options)
     if before in (how, stop_request.Intent.CANCEL):
-        text = f"{before} was asked for before; it has been told again, which changes nothing"
+        text = f"{before} was asked for before; asking again changes nothing"
     say(f"run {run.id}: {text}; {advice.after_request(run, how)}")

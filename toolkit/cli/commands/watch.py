@@ -1,7 +1,7 @@
 """a live table of runs, from their files each second
 
 The files of the runs are read each second. Slurm is asked about those that
-wait, at most 120 times an hour. q or Ctrl-C ends it, and the runs go on.
+wait, at most 120 times an hour. q or Ctrl-C ends it, and the runs continue.
 Without a terminal the table is printed once for each change, until all runs
 are over.
 """
@@ -21,7 +21,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", nargs="*", metavar="RUN", help="default: what goes on, or has ended in the last hour")
+    parser.add_argument("run", nargs="*", metavar="RUN", help="default: what is active, or has ended in the last hour")
     selection.add_arguments(parser)
     parser.add_argument("--columns", metavar="NAMES", help="separated by commas, as for status, without config keys")
 
