@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,9 @@ from tests.unit.owners import STRANGER, give
 from tests.waiting import wait_for
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
+from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
+from toolkit.checkpoint.manifest import TensorPart
 from toolkit.checkpoint.policy import Keep
 from toolkit.config import load_config, validate
 from toolkit.plugins.memory.second_place import SecondPlace
@@ -234,6 +236,27 @@ def test_what_arrives_after_the_training_has_begun_does_not_come_home(
         thread.join(20)
     assert steps(home.folder) == [100, 50]
     assert home.remove_leftovers() == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_is_checked_after_the_training_has_begun_does_not_come_home(
+    home: CheckpointFolder, second: SecondPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied(second, home, 200)
+    shutil.rmtree(home.path(200))
+    go, check = threading.Event(), manifests.check_parts
+
+    def slow_at_the_end(folder: Path, parts: Iterable[tuple[str, TensorPart]]) -> None:
+        check(folder, parts)
+        assert go.wait(20)
+
+    monkeypatch.setattr(manifests, "check_parts", slow_at_the_end)
+    assert second.fetch(home) is None
+    threads = [thread for thread in threading.enumerate() if thread.name == "second-place"]
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert steps(home.folder) == [100, 50]
 
 
 def test_what_a_killed_writer_left_there_is_swept(home: CheckpointFolder, second: SecondPlace, tmp_path: Path) -> None:

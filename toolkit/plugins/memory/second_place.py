@@ -1,9 +1,8 @@
-"""A second place for a run's checkpoints, on another disk.
+"""A second place for a run's checkpoints, on another disk, which serves if the first disk loses them.
 
-It serves if the first disk loses them. A thread of rank 0 copies what is committed. Every byte is checked against its
-digest before the copy is committed there under the same protocol. No step and no save waits for it. A second disk that
-is full or away does not end the training: the start and the end of a training wait for one that gives no answer, but
-not for ever.
+A thread of rank 0 copies what is committed. Every byte is checked against its digest before the copy is committed there
+under the same protocol. No step and no save waits for it. A second disk that is full or away does not end the training:
+its start and its end wait for one that gives no answer, but not for ever.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class SecondPlace:
         on_progress: Callable[[], None] = lambda: None,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Set up, without touching a file. ``on_progress`` is called every second while the training waits."""
+        """Touch no file. ``on_progress`` is called every second while the training waits."""
         self.checkpoints = CheckpointFolder(folder, keep, is_ours=is_ours)
         self._on_progress = on_progress
         self._answered_s = 0.0  #: when a piece was last read or written, by ``time.monotonic``
@@ -55,11 +54,10 @@ class SecondPlace:
                 self._thread = _start(self._copy_all)
 
     def fetch(self, home: CheckpointFolder, damaged: Collection[str] = ()) -> Path | None:
-        """Copy back the newest good checkpoint if ``home`` has no good one as new.
+        """Copy back the newest good checkpoint if ``home`` has no good one as new. Return its path there, or None.
 
-        Return its path at ``home``, or None. ``damaged`` names those at ``home`` whose bytes were found to be wrong;
-        others count as good if their files have the right sizes. Call it before an attempt loads. A failure is logged,
-        not raised.
+        ``damaged`` names those at ``home`` whose bytes were found to be wrong; others count as good if their files have
+        the right sizes. Call it before an attempt loads. A failure is logged, not raised.
         """
         back: list[Path] = []
         is_given_up = threading.Event()
@@ -113,7 +111,7 @@ class SecondPlace:
             self._on_progress()
             if time.monotonic() - self._answered_s > limits().second_place_s:
                 log.error(
-                    "%s has given no answer for %.0f s, the training goes on without it: is its file server away?",
+                    "%s has given no answer for %.0f s, the training continues without it: is its file server away?",
                     self.checkpoints.folder,
                     limits().second_place_s,
                 )
@@ -142,10 +140,7 @@ class SecondPlace:
                 log.warning("%s: older copies cannot be removed: %s", self.checkpoints.folder, error)
 
     def _refuse_of_others(self) -> None:
-        """Raise CheckpointError where another user may write.
-
-        Such a user could place a checkpoint there, with right digests, for this run to load.
-        """
+        """Raise CheckpointError where another user may write, and so place a checkpoint for this run to load."""
         try:
             with file_errors("looking at", self.checkpoints.folder):
                 trust.refuse_of_others(self.checkpoints.folder, "checkpoint.copy_to")
@@ -179,6 +174,7 @@ def _copy(source: CheckpointFolder, path: Path, target: CheckpointFolder, note: 
             target.write(temporary / name, _noting(_chunks(path / name), note))
         # Check what is on the second disk, not what was sent to it.
         manifests.check_parts(temporary, _noting(manifest.parts(), note))
+        note()  # the last part may have taken long
         return target.commit(temporary, manifest)
     except BaseException:
         target.abandon(temporary)
