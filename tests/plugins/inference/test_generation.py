@@ -169,4 +169,4 @@ def test_runs_without_a_language_model_or_a_checkpoint_are_refused(run: RunDir, 
     assert "no checkpoint; there are: none" in command.refuses("generate", other.id, "a")
     keep(other, 1, mlp(10, (1, 8, 8)).state_dict())
     assert "jobs.classify of run" in (said := command.refuses("generate", other.id, "a"))
-    assert "is no language model" in said
+    assert "is not a language model" in said

@@ -40,6 +40,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import FanOut, JsonlSink, TensorBoardSink
 from toolkit.plugins.inference import program
 from toolkit.plugins.inference import trained_model as inference
+from toolkit.plugins.inference.trained import page
 from toolkit.plugins.inference.trained_model import OneProcess
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.state import Json, Replicated, Sharded
@@ -576,6 +577,11 @@ def test_a_mean_over_some_samples_is_nan_where_there_are_none_at_all() -> None:
 def test_an_eval_set_with_fewer_samples_than_ranks_is_refused_before_the_training() -> None:
     with pytest.raises(ConfigError, match="eval_set\\(\\) has 1 samples, fewer than the 2 ranks; use"):
         run_job.evaluation(cast(Any, None), VALUES[:1], ranks=2)
+
+
+def test_an_evaluation_whose_summary_has_no_figures_is_printed() -> None:
+    found = {"step": 7, "name": "digits", "run": "20260101", "weights": "raw", "device": "cpu"}
+    assert page({**found, "metrics": {}, "recorded": {}}) == "step 7 of digits/20260101, weights: raw, on cpu"
 
 
 class Showing(Job):

@@ -1,5 +1,6 @@
 """judge a trained model on one device, or have it classify images"""
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -74,7 +75,8 @@ def _classify(model: Any, args: Namespace, output: Any) -> int:
     rows = list(inference.predictions(model, folder, inference.image_files(folder)))
     # A file gets the predictions; stdout gets them only without one, or as JSON.
     if output is not None:
-        fsio.write_atomic(output, trained.as_csv(rows) if output.suffix == ".csv" else trained.as_json_lines(rows))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        fsio.write_atomic(output, trained.as_csv(rows) if output.suffix == ".csv" else lines)
     with terminal.guarded():
         if args.json:
             print(show.as_json({**model.as_json(), "predictions": rows}))

@@ -95,10 +95,7 @@ def export(trained: Trained, target: Path, form: str, *, compiles: bool = False)
 
 
 def _example(trained: Trained) -> Tensor:
-    """Return the first real inputs of the eval set, as the model gets them.
-
-    They are two or more: torch.export would take a batch size of one for a constant.
-    """
+    """Return real inputs of the eval set, two or more: torch.export would take a batch size of one for a constant."""
     eval_set = trained.job.eval_set()
     if eval_set is None:
         raise RequestError(f"job: {trained.config.job} has no eval_set(), whose samples a program is tried on")
@@ -225,7 +222,6 @@ def _about(
 
 
 def _tensor(example: Any) -> dict[str, Any] | None:
-    """Return the shape and the type. None where there is no example, or it is something else than one tensor."""
     if not isinstance(example, Tensor):
         return None
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,35 +28,24 @@ COLUMNS = ("file", "class", "probability")
 
 
 def choose(run: RunDir, text: str) -> list[Path]:
-    """Return the checkpoints that ``text`` (a step, ``newest`` or ``best``) may mean.
-
-    The first whole one is to be taken.
-    """
+    """Return the checkpoints that ``text`` (a step, ``newest`` or ``best``) may mean. The first whole one counts."""
     if text != "best":
         return pick(run, None if text == "newest" else text)
-    keep = load_config(run.config, site=False).checkpoint
-    if keep.keep_best is None:
+    metric = load_config(run.config, site=False).checkpoint.keep_best
+    if metric is None:
         raise RequestError(
             f"--checkpoint best: the config of run {run.id} has no checkpoint.keep_best, which says by which metric; "
             "name a step, see `toolkit checkpoint list`"
         )
-    return [_best(run, Keep(best=keep.keep_best))]
-
-
-def _best(run: RunDir, keep: Keep) -> Path:
-    """Return the best checkpoint of those evaluated when they were saved."""
     folder = CheckpointFolder(run.checkpoints)
-    best = keep.best_of(filter(None, map(folder.valid, folder.list())))
+    best = Keep(best=metric).best_of(filter(None, map(folder.valid, folder.list())))
     if best is None:
-        raise RequestError(f"--checkpoint best: no checkpoint of run {run.id} was evaluated for {keep.best}")
-    return folder.path(best)
+        raise RequestError(f"--checkpoint best: no checkpoint of run {run.id} was evaluated for {metric}")
+    return [folder.path(best)]
 
 
 def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
-    """Return the path of ``--output``.
-
-    Raises RequestError before anything is computed if the file could not be written.
-    """
+    """Return the path of ``--output``. Raises RequestError where it could not be written, before all computing."""
     if text is None:
         return None
     if Path(text).suffix not in suffixes:
@@ -87,21 +75,18 @@ def submit_evaluation(run: RunDir, args: Namespace) -> Run:
     return submit_foreign(config, command, chosen, awaited(str(run.path), chosen))
 
 
-def page(told: Mapping[str, Any]) -> str:
-    """Return the figures of an evaluation as text.
-
-    The figures that the run itself recorded at this step stand beside them.
-    """
-    own = told["recorded"]
-    run = f"{told['name']}/{told['run']}"
-    lines = [f"step {told['step']} of {run}, weights: {told['weights']}, on {told['device']}"]
-    width = max(map(len, told["metrics"]))
-    for name, value in told["metrics"].items():
-        beside = f"   (the run's own: {own[name]:.6g})" if name in own else ""
-        lines.append(f"{name:<{width}}  {value:.6g}{beside}")
-    if told.get("classes"):
+def page(found: Mapping[str, Any]) -> str:
+    """Return the figures of an evaluation as text, next to those that the run itself recorded at this step."""
+    own = found["recorded"]
+    run = f"{found['name']}/{found['run']}"
+    lines = [f"step {found['step']} of {run}, weights: {found['weights']}, on {found['device']}"]
+    width = max(map(len, found["metrics"]), default=0)
+    for name, value in found["metrics"].items():
+        recorded = f"   (the run's own: {own[name]:.6g})" if name in own else ""
+        lines.append(f"{name:<{width}}  {value:.6g}{recorded}")
+    if found.get("classes"):
         # A line for each class, and their means: each class counts as much as another.
-        rows = told["classes"]
+        rows = found["classes"]
         names = ("recall", "precision", "f1")
         column = max(5, min(max(len(str(row["class"])) for row in rows), 24))
         table = [f"{'class':<{column}} {'samples':>8} {'recall':>8} {'precision':>10} {'f1':>8}  taken for"]
@@ -119,10 +104,7 @@ def page(told: Mapping[str, Any]) -> str:
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return ``file,class,probability`` as CSV, with each file's name byte for byte.
-
-    For a file that could not be read the last two are empty.
-    """
+    """Return ``COLUMNS`` as CSV, with each file's name byte for byte. A file that could not be read has only that."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -130,17 +112,12 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode(errors="surrogateescape")
 
 
-def as_json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return each row as a line of JSON."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def exported(told: Mapping[str, Any], target: Path) -> str:
+def exported(found: Mapping[str, Any], target: Path) -> str:
     """Return what was written, a line for each file."""
-    lines = [f"{target}: step {told['step']} of {told['run']}, weights: {told['weights']}"]
-    lines += [f"  {name}  {(target / name).stat().st_size:,} bytes" for name in [*told["sha256"], "model.json"]]
+    lines = [f"{target}: step {found['step']} of {found['run']}, weights: {found['weights']}"]
+    lines += [f"  {name}  {(target / name).stat().st_size:,} bytes" for name in [*found["sha256"], "model.json"]]
     for what in ("program", "compiled"):
-        trial = told[what]
+        trial = found[what]
         if trial is None:
             continue
         sizes = ", ".join(map(str, trial["batch_sizes"]))

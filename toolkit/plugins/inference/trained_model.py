@@ -1,12 +1,8 @@
-"""A trained run's model on one device, without ranks.
+"""A trained run's model on one device, without ranks: for `toolkit evaluate`, `toolkit generate` and `toolkit export`.
 
-`toolkit evaluate`, `toolkit generate` and `toolkit export` use it. The job (:class:`toolkit.Job`) says how to make the
-model and how to judge it. It is imported from the run's own copy of the sources, as on the ranks.
-
-Texts that a trained language model continues, for `toolkit generate`.
-
-The model maps tokens (n, length) to logits (n, length, vocabulary) of the token that follows each, and no token changes
-the logits before it. So texts of several lengths are one batch, filled up at their ends.
+The job (:class:`toolkit.Job`), imported from the run's own copy of the sources, says how to make the model and how to
+judge it. A language model maps tokens (n, length) to logits (n, length, vocabulary) of the token that follows each, and
+no token changes the logits before it. So texts of several lengths are one batch, filled up at their ends.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from torch import Tensor, nn
 from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError, JobFailedError, RequestError
 from toolkit.base.process_limits import limits
-from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
@@ -70,7 +65,6 @@ class Trained:
         return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the run, the step, the checkpoint, the weights and the device, as JSON."""
         return {
             "run": self.run.id,
             "name": self.run.name,
@@ -104,10 +98,7 @@ def trained(
 
 
 def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) -> Job:
-    """Make the job from the run's copy of the sources. It keeps its data in ``folder``.
-
-    Raises RequestError for runs without a class derived from toolkit.Job.
-    """
+    """Make the job from the run's copy of the sources. It keeps its data in ``folder``."""
     if config.job == FOREIGN_JOB:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
     # Sources are about to run as this user: refuse them where others can change them. The config can name any file.
@@ -135,7 +126,6 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
         chosen, records = whole.model_tensors(manifest.tensors, weights)
     except RequestError as error:
         raise RequestError(f"--weights {weights}: {folder}: {error}") from None
-    manifests.check_sizes(folder, manifest)
     # Unlike at a fine-tuning's start, every name and shape must match: it is the run's own model.
     match = fill(model, {name: whole.read(folder, name, record) for name, record in records.items()})
     if match.missing or match.extra or match.misshapen:
@@ -157,7 +147,6 @@ class OneProcess(CollectiveDefaults):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        """See :class:`~toolkit.strategies.protocol.Strategy`."""
         if batch is None or not len(batch):
             return Sums({}, 0)
         here = batch.to(self._trained.device)
@@ -165,20 +154,17 @@ class OneProcess(CollectiveDefaults):
             return measured(measure, self._trained.model, here)
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Return the values themselves: there is one process."""
         return {name: float(value) for name, value in values.items()}
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
-        """Return each value alone: there is one process."""
         return {name: torch.tensor([value], dtype=torch.float64) for name, value in self.sum(values).items()}
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value alone: there is one process."""
         return [value]
 
 
 def precision(trained: Trained) -> AbstractContextManager[object]:
-    """Return a context that computes in the precision of the run's training."""
+    """Compute in the precision of the run's training."""
     return autocast(trained.device, trained.config.train.precision)
 
 
@@ -277,10 +263,7 @@ def _read(pictures: Pictures, path: Path) -> Tensor | str:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return every image below ``folder`` except hidden ones, in the order of their names.
-
-    Raises RequestError where there is none.
-    """
+    """Return every image below ``folder`` except hidden ones, by name. Raises RequestError where there is none."""
     if not folder.is_dir():
         raise RequestError(f"--images {folder}: no such folder")
     found = [path for path in fsio.files_below(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
@@ -357,7 +340,7 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
     tokens, context = job.tokens, job.context
     if not isinstance(tokens, Vocabulary) or context is None:
         raise RequestError(
-            f"toolkit generate: {trained.config.job} of run {trained.run.id} is no language model: it sets neither "
+            f"toolkit generate: {trained.config.job} of run {trained.run.id} is not a language model: it sets neither "
             "`tokens` nor `context`, see jobs/language_model.py"
         )
     rows = []
