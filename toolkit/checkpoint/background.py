@@ -1,4 +1,4 @@
-"""Saving while the training goes on.
+"""Saving while the training continues.
 
 The loop waits only for a copy into kept buffers. A thread writes and commits. The buffers belong to this module and are
 reused: new memory costs a page fault every 4 KB, ten times the copy itself. Host memory for CUDA tensors is
@@ -26,10 +26,7 @@ from toolkit.ranks.state import Entry, State, is_written_by
 
 
 class Staging:
-    """The staging buffers of one rank.
-
-    All tensors on its GPU have one block in common. Each other tensor has a buffer of its own.
-    """
+    """The staging buffers of one rank: one block for all tensors on its GPU, and a buffer for each other one."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -37,10 +34,7 @@ class Staging:
         self._making: threading.Thread | None = None
 
     def make_room(self, state: State, rank: int) -> None:
-        """Make the buffers for a later :meth:`copy` of such a state, in a thread of its own.
-
-        Called where the loop waits for a disk anyway, so that no copy has to wait for new memory.
-        """
+        """Make the buffers for a later :meth:`copy`, in a thread, where the loop waits for a disk anyway."""
         if self._making is not None:
             return
         # What is to be stored may be copies of the training's own, which must not live on for this.
@@ -152,12 +146,11 @@ class BackgroundSave:
     def _run(self) -> None:
         try:
             self._write()
-        except CheckpointError as error:
-            self.error = error
         except Exception as error:
-            self.error = CheckpointError(f"the checkpoint of step {self.step} was not written: {describe(error)}")
-        if self.error is not None and not self.is_cancelled:
-            self._note_error(self.step, self.error)
+            text = f"the checkpoint of step {self.step} was not written: {describe(error)}"
+            self.error = error if isinstance(error, CheckpointError) else CheckpointError(text)
+            if not self.is_cancelled:
+                self._note_error(self.step, self.error)
 
     @property
     def is_here(self) -> bool:
@@ -170,7 +163,6 @@ class BackgroundSave:
             raise CheckpointError("given up for a stop, which saves a later step")
 
     def wait(self) -> None:
-        """Wait for the end of the save."""
         self._thread.join()
 
     def abandon(self) -> None:

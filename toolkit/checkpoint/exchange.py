@@ -1,10 +1,9 @@
 """A conversation between rank 0 and the other ranks over a key-value store, and what they find out by it at a save.
 
-Rank 0 tells, and the others report. A save or a load is one conversation. It uses no collective: a collective beside
-the training's own hangs as soon as two ranks order them differently, and a save that lost a rank could not say which.
-
-A save proves by it that ranks hold equal values: sums of their bits are made where the values lie, and are compared.
-Replicas that differ are an error of the job, or of a node, that no later save mends.
+A save or a load is one conversation. It uses no collective: a collective next to the training's own hangs as soon as
+two ranks order them differently, and a save that lost a rank could not say which. A save proves by it that ranks hold
+equal values, by sums of their bits. Replicas that differ are an error of the job, or of a node, that no later save
+repairs.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Exchange:
 
     `topic` and `number` give the keys. All ranks must pass the same ones, and no earlier conversation in this store may
     have used them. A waiting rank polls instead of blocking in the store, whose client serves one call at a time:
-    progress reports and stop requests go on meanwhile, signal handlers run, and a save can be given up. The more ranks
-    wait, the less often each polls.
+    progress reports and stop requests continue, signal handlers run, and a save can be given up. The more ranks wait,
+    the less often each polls.
     """
 
     def __init__(
@@ -112,10 +111,7 @@ class Exchange:
         self._has_reported = True
 
     def gather(self) -> dict[int, dict[str, Any]]:
-        """Return what every other rank reported. Only rank 0 calls this.
-
-        Raises CheckpointError that names the ranks that failed or did not answer.
-        """
+        """Return the reports to rank 0. Raises CheckpointError that names the ranks that failed or did not answer."""
         number, deadline = next(self._round), time.monotonic() + self._timeout_s
         keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
         reports: dict[int, dict[str, Any]] = {}
@@ -142,10 +138,7 @@ class Exchange:
         return reports
 
     def _await(self, key: str, deadline: float) -> dict[str, Any] | None:
-        """Return the message under `key`; None if it is not there by `deadline`.
-
-        The store is asked at least once. Raises CheckpointError for a value that is not a message.
-        """
+        """Return the message under `key`; None if it is not there by `deadline`, though the store is asked once."""
         assert self._kv
         pause_s = self._first_pause_s
         while not self._kv.check([key]):
@@ -158,7 +151,7 @@ class Exchange:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise CheckpointError(f"the store's key {key} holds no message of a rank: another program writes there")
+            raise CheckpointError(f"the store's key {key} is not a message of a rank: another program writes there")
         return message
 
     def _key(self, name: str, number: int | None = None) -> str:
@@ -223,10 +216,7 @@ class ReplicaSums:
 
 
 def refuse_unequal(talk: Exchange, own: ReplicaSums, digests: Mapping[int, int]) -> None:
-    """Raise UnsavableStateError if the ranks' ``digests`` are not rank 0's. Ask them for their sums then.
-
-    Only rank 0 calls this; the others :func:`answer`.
-    """
+    """Raise UnsavableStateError if the ranks' ``digests`` are not rank 0's. Ask them for their sums then."""
     expected = own.digest()
     unequal = [rank for rank, digest in digests.items() if digest != expected]
     if not unequal:
@@ -248,13 +238,6 @@ def refuse_differing(ours: Mapping[str, int], theirs: Mapping[str, int], rank: i
             f"{listing(different)} declared as replicated, but rank {rank} and rank 0 hold different values; "
             "the replicas have drifted apart, or the value is per rank"
         )
-
-
-def answer(talk: Exchange, own: ReplicaSums) -> None:
-    """Wait for rank 0's verdict. Send it the sums if it asks for them. Raises CheckpointError for a failure."""
-    if "sums" in talk.listen():
-        talk.report({"sums": own.sums()})
-        talk.listen()
 
 
 def _sum_of_bits(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ log = logs.get(__name__)
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
-_FREE = "free space there (old runs: toolkit gc); a run that goes on saves again by itself"
+_FREE = "free space there (old runs: toolkit gc); a run that continues saves again by itself"
 _ADVICE = {
     errno.ENOSPC: f"the disk is full: {_FREE}",
     errno.EDQUOT: f"the disk quota is used up: {_FREE}",
@@ -79,21 +79,6 @@ def newest_step(folder: Path) -> int | None:
     return next(map(step_of, committed(folder)), None)
 
 
-def _refuse_of_others(path: Path) -> None:
-    """Raise CheckpointError if others may change `path`. A link counts as its target.
-
-    People put `checkpoints` on another disk with a link. A link without a target passes here, and counts as damage when
-    it is read.
-    """
-    why = trust.reason_against(path)
-    if why is not None:
-        me = trust.user_name(os.geteuid())
-        raise CheckpointError(
-            f"{why}, and so choose what a resumed run goes on with. If you trust what is there: `chmod -R go-w {path}` "
-            f"(and, as root, `chown -R {me} {path}`), then resume the run; else start a new run"
-        )
-
-
 class CheckpointFolder:
     """The checkpoints of one run. Rank 0 alone changes the folder; the other ranks write inside what rank 0 began."""
 
@@ -105,9 +90,9 @@ class CheckpointFolder:
         is_ours: Callable[[], bool] = lambda: True,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Name the folder; no file is touched.
+        """Touch no file.
 
-        ``is_ours`` is asked before anything is written or removed, see ``RunDir.belongs_to``. ``on_progress`` is
+        ``is_ours`` is called before anything is written or removed, see ``RunDir.belongs_to``. ``on_progress`` is
         called for each piece of a file that was written to disk or read.
         """
         self.folder = folder
@@ -129,7 +114,7 @@ class CheckpointFolder:
         so it must not lead outside the folder.
         """
         if not (_COMMITTED.fullmatch(name) or _TEMPORARY.fullmatch(name)):
-            raise CheckpointError(f"{name!r} is no name of a checkpoint in {self.folder}: rank 0 did not say this")
+            raise CheckpointError(f"{name!r} is not the name of a checkpoint in {self.folder}: rank 0 did not say this")
         return self.folder / name
 
     def list(self) -> Sequence[Path]:
@@ -159,7 +144,7 @@ class CheckpointFolder:
         return self._conversations
 
     def begin(self, step: int) -> Path:
-        """Create and return a fresh folder for the files of `step`, beside its final place."""
+        """Create and return a fresh folder for the files of `step`, next to its final place."""
         self._refuse_if_overtaken()
         temporary = self.path(step).with_name(f"{self.path(step).name}.tmp-{secrets.token_hex(4)}")
         with file_errors("creating", temporary):
@@ -214,10 +199,7 @@ class CheckpointFolder:
             log.warning("%s is left behind: %s", temporary, error)
 
     def remove_leftovers(self) -> Sequence[Path]:
-        """Remove the temporary folders of writers that died. Call it on rank 0 when an attempt starts.
-
-        A run has one attempt at a time, so what was not begun here has no writer any more.
-        """
+        """Remove what dead writers left, when an attempt starts: what was not begun here has no writer any more."""
         self._refuse_if_overtaken()
         with file_errors("listing", self.folder):
             names = list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -230,7 +212,7 @@ class CheckpointFolder:
     def verify(self, path: Path) -> Manifest:
         """Read every byte of the checkpoint at `path`. Raises CorruptCheckpointError that names the damaged file."""
         manifest = self.manifest(path)
-        manifests.check_digests(path, manifest)
+        manifests.check_parts(path, manifest.parts())
         return manifest
 
     def manifest(self, path: Path, *, sizes: bool = True) -> Manifest:
@@ -250,11 +232,19 @@ class CheckpointFolder:
         """Raise CheckpointError unless only this user and root can change `path`.
 
         `path` is `folder` itself or a checkpoint in it. Another user with write access could give a resuming run any
-        weights, with correct digests.
+        weights, with correct digests. A link counts as its target: people put `checkpoints` on another disk with one.
+        A link without a target passes here, and counts as damage when it is read.
         """
         with file_errors("looking at", path):
             for each in (path, *(path.iterdir() if path != self.folder else ())):
-                _refuse_of_others(each)
+                why = trust.reason_against(each)
+                if why is not None:
+                    me = trust.user_name(os.geteuid())
+                    raise CheckpointError(
+                        f"{why}, and so choose what a resumed run continues with. If you trust what is there: "
+                        f"`chmod -R go-w {each}` (and, as root, `chown -R {me} {each}`), then resume the run; else "
+                        "start a new run"
+                    )
 
     def prune(self) -> Sequence[Path]:
         """Remove all valid checkpoints but those to `keep`. Call it only after the newest is committed.
@@ -301,13 +291,9 @@ class CheckpointFolder:
         return aside
 
 
-def pick(run: RunDir, text: str | None) -> list[Path]:
-    """Return the checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
-    return pick_of(run, list(CheckpointFolder(run.checkpoints).list()), text)
-
-
-def pick_of(run: RunDir, there: list[Path], text: str | None) -> list[Path]:
-    """Return those of ``there`` that have this name or step."""
+def pick(run: RunDir, text: str | None, broken: Sequence[Path] = ()) -> list[Path]:
+    """Return the committed or ``broken`` checkpoint with this name or step, or all. Raises RequestError for none."""
+    there = [*committed(run.checkpoints), *broken]
     chosen = [path for path in there if text in (None, path.name, str(step_of(path)))]
     if not chosen:
         steps = ", ".join(str(step_of(path)) for path in there) or "none"

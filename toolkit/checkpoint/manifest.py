@@ -1,23 +1,20 @@
 """The manifest of a checkpoint, format version 2: the folder's content and its digests.
 
-A checkpoint folder holds one `rank-00000.safetensors` per rank that wrote (a header, and tensors one after the other:
-see `header`), perhaps a folder of files that a library wrote, and `manifest.json`:
+A checkpoint folder holds one `rank-00000.safetensors` per rank that wrote (a header, and tensors one after the other),
+perhaps a folder of files that a library wrote, and `manifest.json`:
 
     {"format": 2, "crc32": "89abcdef", "manifest":
     { "step": 200, "world_size": 4, ..., "tensors": {...}, "values": {...}, "files": {...}, "headers": [...] }
     }
 
 The first line stays the same in every later version. Its crc32 covers the version and the text below it, so each byte
-of the folder is under a digest. A manifest is untrusted data: it is never unpickled, file names other than those of
-ranks and paths below the folder are refused, and every range is checked against the file's real size before memory is
-allocated for it. A library's file is a tensor of bytes, named `file/<path>`, that fills the whole file. The toolkit
-reads no header of a rank's file, only its digest: it finds a tensor by the manifest.
+of the folder is under a digest. A manifest is untrusted data: names that lead outside the folder are refused, and every
+range is checked against the file's real size before memory is allocated for it. A library's file is a tensor of bytes,
+named `file/<path>`, that fills the whole file. Tensors are found by the manifest, not by the header of their file.
 
 A later version increases `FORMAT`, and `decode` must still read every version before it: it turns the fields of an
-older one into those of `Manifest` (with what an absent field meant then) before `_parse`. A checkpoint of each version
-is kept with the tests. Its bytes are never generated again, and it must load bit for bit.
-
-In format 1 a rank's file was `rank-00000.bin`, the same without a header.
+older one into those of `Manifest` before `_parse`. A checkpoint of each version is kept with the tests. Its bytes are
+never generated again, and it must load bit for bit. In format 1 a rank's file was `rank-00000.bin`, without a header.
 """
 
 from __future__ import annotations
@@ -129,7 +126,7 @@ class Manifest:
         except (TypeError, ValueError) as error:
             name = next((name for name, record in self.values.items() if not _is_json(record)), "the meta data")
             raise CheckpointError(
-                f"only JSON is stored beside tensors, and {name} is not: {error}; "
+                f"only JSON is stored next to tensors, and {name} is not: {error}; "
                 "hand over a tensor or plain numbers, strings, lists and mappings"
             ) from error
         return _frame(FORMAT, body.encode())
@@ -150,19 +147,13 @@ def _is_json(record: ValueRecord) -> bool:
     return True
 
 
-def _digest(version: int, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(b"%d\n" % version))
-
-
 def _frame(version: int, body: bytes) -> bytes:
-    return b'{"format": %d, "crc32": "%08x", "manifest":\n%b' % (version, _digest(version, body), body) + _TAIL
+    crc32 = zlib.crc32(body, zlib.crc32(b"%d\n" % version))
+    return b'{"format": %d, "crc32": "%08x", "manifest":\n%b' % (version, crc32, body) + _TAIL
 
 
 def decode(raw: bytes, where: Path) -> Manifest:
-    """Return the manifest in the file content `raw`.
-
-    Raises CorruptCheckpointError when a byte is wrong, CheckpointError when a newer version of this package wrote it.
-    """
+    """Read a file's content. Raises CorruptCheckpointError for a wrong byte, CheckpointError for a newer format."""
     head = _HEAD.match(raw)
     version = int(head[1]) if head else 0
     body = raw[head.end() : -len(_TAIL)] if head else b""
@@ -180,21 +171,17 @@ def decode(raw: bytes, where: Path) -> Manifest:
         if version == 1:
             fields["headers"] = []
         return _parse(fields)
-    except _OF_ANOTHER_SHAPE as error:
-        raise CorruptCheckpointError(f"{where} is no manifest of format {version}: {error!r}") from error
-
-
-#: What :func:`_parse` raises for JSON of another shape.
-_OF_ANOTHER_SHAPE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{where} is not a manifest of format {version}: {error!r}") from error
 
 
 def _parse(fields: Any) -> Manifest:
-    """Return the manifest, with every number and name checked. Raises one of `_OF_ANOTHER_SHAPE` for what is wrong."""
+    """Return the manifest, with every number and name checked. :func:`decode` names what it may raise."""
     meta = fields["meta"]
     # Commands read the metrics and the identity of the run.
     for number in (meta.get("metrics") or {}).values():
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
-            raise ValueError(f"the metric {number!r} is no number")
+            raise ValueError(f"the metric {number!r} is not a number")
     dict((meta.get("identity") or {}).items())
     manifest = records.decode(Manifest, fields)
     for record in manifest.tensors.values():
@@ -222,18 +209,13 @@ def _parse(fields: Any) -> Manifest:
 
 def check_size(tensor: TensorRecord) -> None:
     """Raise ValueError for a part that does not have the bytes of its shape, and for an unknown dtype."""
-    width = _width_of(tensor.dtype)
+    match = _DTYPE.fullmatch(tensor.dtype)  # by its name, for readers without torch
+    if match is None:
+        raise ValueError(f"{tensor.dtype!r} is not a dtype of torch")
+    width = max(1, int(match[1] or 8) // 8)  # elements of fewer than 8 bits have a byte each
     for part in tensor.parts:
         if part.size_bytes != math.prod(part.shape) * width:
             raise ValueError(f"{part.size_bytes} bytes are not the size of {part.shape} of {tensor.dtype}")
-
-
-def _width_of(dtype: str) -> int:
-    """Return the bytes of an element. By its name, for readers without torch. Raises ValueError for no dtype."""
-    match = _DTYPE.fullmatch(dtype)
-    if match is None:
-        raise ValueError(f"{dtype!r} is no dtype of torch")
-    return max(1, int(match[1] or 8) // 8)  # elements of fewer than 8 bits have a byte each
 
 
 def file_name(rank: int) -> str:
@@ -241,16 +223,11 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def is_of_rank(part: TensorPart, rank: int) -> bool:
-    """True if `rank` wrote the part, in whichever format."""
-    return part.file.startswith(f"rank-{rank:05d}.")
-
-
 def library_files(folder: Path) -> dict[str, TensorRecord]:
     """Return the records of the files that a library wrote into folders of `folder`. Flush them to disk."""
     found: dict[str, TensorRecord] = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    # Folders only: the files beside them are the ranks'.
+    # Folders only: the files next to them are the ranks'.
     for below in (path for path in sorted(folder.iterdir()) if path.is_dir()):
         fsio.make_private_and_sync(below)
         for path in sorted(below.rglob("*")):
@@ -259,16 +236,9 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
             if path.is_file():
                 name, size = str(path.relative_to(folder)), path.stat().st_size
                 with reading.open_file(path) as file:
-                    part = TensorPart(_file_name(name), 0, size, (0,), (size,), _crc_of(file, size, buffer))
+                    part = TensorPart(name, 0, size, (0,), (size,), _crc_of(file, size, buffer))
                 found[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
     return found
-
-
-def _file_name(name: Any) -> str:
-    """Return `name` if it is a rank's file or a path below the folder. Raise ValueError if it may point outside."""
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"file name {name!r} is not of the form {file_name(0)}")
-    return name
 
 
 def check_cover(name: str, record: TensorRecord) -> None:
@@ -325,14 +295,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise CorruptCheckpointError(f"{folder / name} has {found} bytes instead of {size_bytes}")
 
 
-def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Read every byte. Raises CorruptCheckpointError with the name of the first tensor whose bytes are wrong."""
-    check_sizes(folder, manifest)
-    check_parts(folder, manifest.parts())
-
-
 def check_parts(folder: Path, parts: Iterable[tuple[str, TensorPart]]) -> None:
-    """Read every byte of some parts, each with its name. Raises CorruptCheckpointError as `check_digests` does."""
+    """Read every byte of parts, each with its name. Raises CorruptCheckpointError for the first with wrong bytes."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for name, part in parts:
         with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:

@@ -85,10 +85,7 @@ class Keep:
         return min(ranked)[1] if ranked else None
 
     def figure(self, metrics: Mapping[str, Any]) -> float | None:
-        """Return what a checkpoint with these metrics is worth; higher is better.
-
-        None where the metric that counts is missing or not a number.
-        """
+        """Return the worth of a checkpoint, higher is better; None where the metric is missing or not a number."""
         value = None if self.best is None else metrics.get(self.best.removeprefix("-"))
         if not isinstance(value, (int, float)) or math.isnan(value):
             return None

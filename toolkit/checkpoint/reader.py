@@ -1,21 +1,20 @@
 """Loading: fill live tensors from the newest checkpoint that every rank can verify.
 
 Rank 0 proposes a name, all ranks read and verify their part of it, and the worst result decides for all. A damaged
-checkpoint is skipped and the next older one tried. One that does not fit the model is an error, because an older one
-would not fit either.
+checkpoint is skipped and the next older one tried. One that does not fit the model is an error.
 
-A shard may have been cut differently when it was saved, on any number of ranks, or be whole there or here: it is put
-together from the stored parts that overlap it. Values of one rank alone (PerRank) fit only the same number of ranks, or
-are averaged over the ranks that stored them, where the state says so.
+A shard may have been cut differently when it was saved, on any number of ranks: it is put together from the stored
+parts that overlap it. Values of one rank alone (PerRank) fit only the same number of ranks, or are averaged over the
+ranks that stored them, where the state says so.
 """
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,15 +24,7 @@ from toolkit.base.errors import CheckpointError, listing
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
-from toolkit.checkpoint.manifest import (
-    FILES,
-    CorruptCheckpointError,
-    Manifest,
-    TensorRecord,
-    ValueRecord,
-    check_parts,
-    is_of_rank,
-)
+from toolkit.checkpoint.manifest import FILES, CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, check_parts
 from toolkit.checkpoint.writer import KINDS
 from toolkit.ranks.state import OPTIONAL, Entry, Json, PerRank, Sharded, State, pieces_of
 
@@ -80,40 +71,46 @@ def load(
 
     The run's writer refuses (CheckpointError) what users other than this one and root own or may write. Once a good one
     is found it moves damaged checkpoints aside, and it removes what dead writers left over. `read_only` (evaluation,
-    export: perhaps beside a live writer, perhaps another user's run) checks no owner and changes no file.
+    export: perhaps next to a live writer, perhaps another user's run) checks no owner and changes no file.
     """
     number = checkpoints.next_conversation()
     topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
-    reader = _RankReader(checkpoints, state, rank, world_size)
-    if rank:
-        return _follow(reader, talk)
-    with failures_told(talk, f"no checkpoint was loaded from {checkpoints.folder}"):
-        loaded = _lead(reader, talk, read_only, newest, fetch)
-        talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
-        return loaded
+    read = partial(_read, checkpoints, state, rank, world_size)
+    if rank == 0:
+        with failures_told(talk, f"no checkpoint was loaded from {checkpoints.folder}"):
+            loaded = _lead(checkpoints, read, talk, read_only, newest, fetch)
+            talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
+            return loaded
+    # Read what is proposed and report, until rank 0 says that it is done.
+    loaded = None
+    while "try" in (word := talk.listen()):
+        try:
+            loaded = read(word["try"])
+            talk.report({})
+        except Exception as error:
+            damaged = isinstance(error, CorruptCheckpointError)
+            text = f"rank {rank} on {socket.gethostname()}: {describe(error)}"
+            talk.report({"damaged" if damaged else "error": text})
+    if not word["done"]:
+        return None
+    assert loaded
+    return replace(loaded, skipped=word["skipped"])
 
 
-@dataclass(frozen=True)
-class _RankReader:
-    """One rank's part in a load."""
-
-    checkpoints: CheckpointFolder
-    places: State | Callable[[Manifest], State]
-    rank: int
-    world_size: int
-
-    def read(self, name: str) -> Loaded:
-        """Verify and fill this rank's part of the checkpoint `name`."""
-        path = self.checkpoints.named(name)
-        # Rank 0 checks for all ranks what does not depend on the rank: file sizes, and a library's files.
-        manifest = self.checkpoints.manifest(path, sizes=self.rank == 0)
-        records = manifest.tensors.items() if self.rank == 0 else ()
-        files = {name: record for name, record in records if name.startswith(FILES)}
-        # The ranks divide the headers: otherwise a thousand ranks would open a thousand files each.
-        headers = manifest.headers[self.rank :: self.world_size]
-        check_parts(path, replace(manifest, tensors=files, headers=headers).parts())
-        return fill_state(self.places, manifest, path, self.rank, self.world_size, self.checkpoints.on_progress)
+def _read(
+    checkpoints: CheckpointFolder, places: State | Callable[[Manifest], State], rank: int, world_size: int, name: str
+) -> Loaded:
+    """Verify and fill this rank's part of the checkpoint `name`."""
+    path = checkpoints.named(name)
+    # Rank 0 checks for all ranks what does not depend on the rank: file sizes, and a library's files.
+    manifest = checkpoints.manifest(path, sizes=rank == 0)
+    records = manifest.tensors.items() if rank == 0 else ()
+    files = {name: record for name, record in records if name.startswith(FILES)}
+    # The ranks divide the headers: otherwise a thousand ranks would open a thousand files each.
+    headers = manifest.headers[rank::world_size]
+    check_parts(path, replace(manifest, tensors=files, headers=headers).parts())
+    return fill_state(places, manifest, path, rank, world_size, checkpoints.on_progress)
 
 
 def fill_state(
@@ -156,15 +153,16 @@ def fill_state(
 
 
 def _lead(
-    reader: _RankReader,
+    checkpoints: CheckpointFolder,
+    read: Callable[[str], Loaded],
     talk: Exchange,
     read_only: bool,
     newest: int | None,
     fetch: Callable[[Collection[str]], Path | None],
 ) -> Loaded | None:
     """Run rank 0's side: propose checkpoints, newest first, until all ranks have verified one."""
-    checkpoints, skipped = reader.checkpoints, dict[str, str]()
-    # The writer trusts no folder that others can change: a checkpoint decides what the run goes on with.
+    skipped: dict[str, str] = {}
+    # The writer trusts no folder that others can change: a checkpoint decides what the run continues with.
     if not read_only:
         checkpoints.refuse_of_others(checkpoints.folder)
         checkpoints.remove_leftovers()
@@ -175,7 +173,7 @@ def _lead(
             break
         if not read_only:
             checkpoints.refuse_of_others(path)
-        loaded, reason = _propose(reader, talk, path.name)
+        loaded, reason = _propose(read, talk, path.name)
         if loaded is None:
             skipped[path.name] = reason
             log.warning("skipping %s, the next older checkpoint is tried: %s", path.name, reason)
@@ -199,13 +197,13 @@ def _lead(
     return None
 
 
-def _propose(reader: _RankReader, talk: Exchange, name: str) -> tuple[Loaded | None, str]:
+def _propose(read: Callable[[str], Loaded], talk: Exchange, name: str) -> tuple[Loaded | None, str]:
     """Let all ranks read `name`. Return what rank 0 loaded, or None and the reasons why some rank found damage."""
     talk.tell({"try": name})
     loaded, reasons = None, list[str]()
     refused = None
     try:
-        loaded = reader.read(name)
+        loaded = read(name)
     except CorruptCheckpointError as error:
         reasons.append(str(error))
     except CheckpointError as error:  # raised only after gather(), when the others have reported
@@ -215,23 +213,6 @@ def _propose(reader: _RankReader, talk: Exchange, name: str) -> tuple[Loaded | N
         raise refused
     reasons += [report["damaged"] for report in reports.values() if "damaged" in report]
     return (None, "; ".join(reasons)) if reasons else (loaded, "")
-
-
-def _follow(reader: _RankReader, talk: Exchange) -> Loaded | None:
-    """Run every other rank's side. Read what is proposed and report, until rank 0 says that it is done."""
-    loaded: Loaded | None = None
-    while "try" in (word := talk.listen()):
-        try:
-            loaded = reader.read(word["try"])
-            talk.report({})
-        except Exception as error:
-            damaged = isinstance(error, CorruptCheckpointError)
-            text = f"rank {reader.rank} on {socket.gethostname()}: {describe(error)}"
-            talk.report({"damaged" if damaged else "error": text})
-    if not word["done"]:
-        return None
-    assert loaded
-    return replace(loaded, skipped=word["skipped"])
 
 
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
@@ -282,11 +263,14 @@ def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -
             wrong.append(text)
     # A rank must have a place for each stored entry that is not optional, not a library's and not another rank's.
     for name, record in stored.items():
-        of_this_rank = record.rank == rank if isinstance(record, ValueRecord) else is_of_rank(record.parts[0], rank)
+        if isinstance(record, ValueRecord):
+            of_this_rank = record.rank == rank
+        else:
+            of_this_rank = record.parts[0].file.startswith(f"rank-{rank:05d}.")  # in whichever format
         is_needed = of_this_rank or record.kind != "per_rank"
         if is_needed and name not in used and not name.startswith((*OPTIONAL, FILES)):
             unexpected.append(f"{name} is only in the checkpoint")
-    # Values of one rank alone fit the same number of ranks only, unless they are averaged.
+    # Values of one rank alone fit only the same number of ranks, unless they are averaged.
     own = (n for n, record in stored.items() if record.kind == "per_rank" and not n.startswith(OPTIONAL))
     if any(not _averages(used.get(name)) for name in own) and manifest.world_size != world_size:
         wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")
@@ -309,11 +293,6 @@ def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> 
         return f"{name} is a tensor only here"
     shape = entry.global_shape if isinstance(entry, Sharded) else tuple(entry.value.shape)
     dtype = tensors.dtype_name(entry.value)
-    if (record.dtype, record.shape) != (dtype, shape):
-        return f"{name} is {record.dtype} {record.shape} in the checkpoint and {dtype} {shape} here"
-    for part in record.parts:
-        if part.size_bytes != math.prod(part.shape) * entry.value.element_size():
-            return (
-                f"{name} has a part of {part.size_bytes} bytes in the checkpoint, which is not the size of {part.shape}"
-            )
-    return None
+    if (record.dtype, record.shape) == (dtype, shape):
+        return None
+    return f"{name} is {record.dtype} {record.shape} in the checkpoint and {dtype} {shape} here"

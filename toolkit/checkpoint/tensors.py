@@ -115,20 +115,15 @@ def _meeting(
 def _verified(name: str, folder: Path, part: TensorPart) -> torch.Tensor:
     """Return the bytes of `part`. Raises CorruptCheckpointError if the crc32 is wrong."""
     staged = torch.empty(part.size_bytes, dtype=torch.uint8)
-    _read(folder, part, staged.numpy().data)
-    check_crc(folder, name, part, zlib.crc32(staged.numpy().data))
-    return staged
-
-
-def _read(folder: Path, part: TensorPart, target: memoryview) -> None:
-    """Fill `target` from the file. One read may return less than was asked for."""
+    target, done = staged.numpy().data, 0
     with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:
-        done = 0
-        while done < part.size_bytes:
+        while done < part.size_bytes:  # one read may return less than was asked for
             got = file.readinto(target[done:])
             if not got:
                 raise CorruptCheckpointError(f"{folder / part.file} ends at byte {part.start + done}")
             done += got
+    check_crc(folder, name, part, zlib.crc32(target))
+    return staged
 
 
 #: safetensors' names of the dtypes that it has.

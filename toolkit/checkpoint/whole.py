@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +33,6 @@ MODEL = "model/"
 EMA = "ema/"
 #: Prefix of what a loss has learnt. It is trained with the model, which has no tensors of these names.
 CRITERION = "criterion/"
-
-
 #: Which weights of a model: their moving average, or those that the optimizer updates.
 AVERAGE, RAW = "average", "raw"
 
@@ -52,8 +49,8 @@ def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[s
     where there is one. Raises RequestError for an average that is not there. Only names that the model's tensors have
     are returned: there are averages of buffers, too, that a model makes for itself and does not save.
     """
-    raw = _below(MODEL, found)
-    averages = {name: one for name, one in _below(EMA, found).items() if name in raw}
+    raw = {name.removeprefix(MODEL): one for name, one in found.items() if name.startswith(MODEL)}
+    averages = {name: found[EMA + name] for name in raw if EMA + name in found}
     if weights == AVERAGE and not averages:
         raise RequestError(
             "there is no moving average of the model's weights (train.ema_decay was not set, or a loop of its own "
@@ -65,14 +62,10 @@ def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[s
     return chosen, {name: averages.get(name, one) for name, one in raw.items()}
 
 
-def _below(prefix: str, found: Mapping[str, T]) -> dict[str, T]:
-    return {name.removeprefix(prefix): one for name, one in found.items() if name.startswith(prefix)}
-
-
 def deviation(name: str, *places: tuple[Path, TensorRecord]) -> str:
     """Return how two tensors of this name differ: by their types and shapes, else by how much."""
     one, two = (read(folder, name, record) for folder, record in places)
-    kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (one, two)]
+    kinds = [f"{tensors.dtype_name(each)} {list(each.shape)}" for each in (one, two)]
     if kinds[0] != kinds[1]:
         return " and ".join(kinds)
     wide = torch.complex128 if one.is_complex() else torch.float64
@@ -82,29 +75,23 @@ def deviation(name: str, *places: tuple[Path, TensorRecord]) -> str:
 
 def read(folder: Path, name: str, record: TensorRecord) -> torch.Tensor:
     """Return the global tensor on the CPU. Raises CorruptCheckpointError if a byte is wrong; messages say ``name``."""
-    tensor = torch.empty(record.shape, dtype=dtype_of(folder, name, record))
+    tensor = torch.empty(record.shape, dtype=_dtype_of(folder, name, record))
     tensors.assemble(name, tensor, (0,) * tensor.dim(), folder, record.parts)
     return tensor
 
 
-def dtype_of(folder: Path, name: str, record: TensorRecord) -> torch.dtype:
-    """Return the tensor's dtype. Raises CheckpointError for a dtype that this torch lacks.
-
-    It is called before memory is allocated, and raises CorruptCheckpointError where the parts have another number of
-    bytes than dtype and shape need.
-    """
+def _dtype_of(folder: Path, name: str, record: TensorRecord) -> torch.dtype:
+    """Return the tensor's dtype. Raises CheckpointError for a dtype that this torch lacks."""
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{folder}: {name} is of type {record.dtype}, which torch {torch.__version__} has not")
-    if any(part.size_bytes != math.prod(part.shape) * dtype.itemsize for part in record.parts):
-        raise CorruptCheckpointError(f"{folder}: {name} has not as many bytes as {record.dtype} {record.shape} needs")
     return dtype
 
 
 def from_newest(paths: Sequence[Path], use: Callable[[Path, Manifest], T]) -> tuple[Path, T]:
     """Return the first of ``paths`` without damage, and the result of ``use`` for it.
 
-    ``paths`` are checkpoints, newest first. Nothing is moved or removed: a run may be writing beside it. Raises
+    ``paths`` are checkpoints, newest first. Nothing is moved or removed: a run may be writing there. Raises
     CheckpointError when none is good.
     """
     reasons = list[str]()
@@ -129,7 +116,7 @@ def export(
 ) -> tuple[int, str]:
     """Write the checkpoint in ``folder`` as the new ``target``, all or nothing.
 
-    Returns the number of tensors, and which: AVERAGE, RAW or "all".
+    ``form`` is safetensors, torch or dcp. Returns the number of tensors, and which: AVERAGE, RAW or "all".
 
     The model's tensors get the model's own names, so that ``model.load_state_dict`` takes them; ``weights`` as in
     ``whole.model_tensors``. ``everything``: all tensors under the checkpoint's names (``model/...``, ``optim/...``),
@@ -143,10 +130,22 @@ def export(
     if not records:
         there = listing(sorted(manifest.tensors)) or "none"
         raise CheckpointError(f"{folder} has no tensors named {MODEL}..., see --all; there are: {there}")
-    content = _Content(folder, manifest, records, run, chosen)
+    values = {name: record.value for name, record in manifest.values.items()} if everything else {}
     try:
         with fsio.new_path(target) as temporary:
-            _WRITERS[form](temporary, content)
+            if form == "safetensors":
+                about = {"step": str(manifest.step), "run": run, "weights": chosen, "toolkit": __version__}
+                about |= manifest.versions
+                about |= {"values": json.dumps(values)} if values else {}
+                _write_safetensors(temporary, folder, records, about)
+            else:
+                found = {name: read(folder, name, record) for name, record in records.items()}
+                if form == "dcp":
+                    _write_dcp(temporary, _nested(found) if everything else found)
+                else:
+                    fd = fsio.open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                    with os.fdopen(fd, "wb") as file:
+                        torch.save(found | values, file)
     except (OSError, RuntimeError) as error:
         # torch hides the system's error behind a RuntimeError of its own: look for the cause.
         cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
@@ -157,59 +156,29 @@ def export(
     return len(records), chosen
 
 
-class _Content:
-    """The tensors and values to be written, and what the file says about itself."""
-
-    def __init__(
-        self, folder: Path, manifest: Manifest, records: Mapping[str, TensorRecord], run: str, chosen: str
-    ) -> None:
-        self.folder = folder
-        self.records = records
-        self.values = {name: record.value for name, record in manifest.values.items()} if chosen == "all" else {}
-        about = {"step": str(manifest.step), "run": run, "weights": chosen, "toolkit": __version__}
-        self.about = {**about, **manifest.versions}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor now."""
-        return read(self.folder, name, self.records[name])
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Read all tensors at once."""
-        return {name: self.tensor(name) for name in self.records}
-
-
-def _write_safetensors(path: Path, content: _Content) -> None:
+def _write_safetensors(path: Path, folder: Path, records: Mapping[str, TensorRecord], about: Mapping[str, str]) -> None:
     """Write a safetensors file. Wide dtypes come first, as in the package's own writer, to align every tensor."""
-    dtypes = {name: dtype_of(content.folder, name, record) for name, record in content.records.items()}
+    dtypes = {name: _dtype_of(folder, name, record) for name, record in records.items()}
     # Stored as bytes instead, such a tensor could not be loaded into a model.
     for name, dtype in dtypes.items():
         if dtype not in tensors.TYPES:
-            kind = content.records[name].dtype
+            kind = records[name].dtype
             raise CheckpointError(f"{name} is of type {kind}, which safetensors has not; export to a .pt file")
     names = sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
-    about = content.about | ({"values": json.dumps(content.values)} if content.values else {})
-    about["format"] = "pt"  # without it transformers refuses the file
-    head = tensors.encode_header({name: (dtypes[name], content.records[name].shape) for name in names}, about)
-    data = (tensors.to_bytes(name, content.tensor(name)) for name in names)
+    about = {**about, "format": "pt"}  # without it transformers refuses the file
+    head = tensors.encode_header({name: (dtypes[name], records[name].shape) for name in names}, about)
+    data = (tensors.to_bytes(name, read(folder, name, records[name])) for name in names)
     fsio.write_stream(path, itertools.chain([head], data))
 
 
-def _write_torch(path: Path, content: _Content) -> None:
-    with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-        torch.save(content.tensors() | content.values, file)
-
-
-def _write_dcp(path: Path, content: _Content) -> None:
+def _write_dcp(path: Path, found: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    found: dict[str, Any] = dict(content.tensors())
-    if content.about["weights"] == "all":
-        found = _nested(found)
     try:
         with warnings.catch_warnings(action="ignore"):  # about the missing process group
-            save(found, storage_writer=FileSystemWriter(fsio.make_dir(path)))
+            save(dict(found), storage_writer=FileSystemWriter(fsio.make_dir(path)))
     except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error)) from None
 
@@ -225,10 +194,3 @@ def _nested(found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
             inner = inner.setdefault("state", {}).setdefault(parameter, {})
         inner[rest] = tensor
     return nested
-
-
-_WRITERS: Mapping[str, Callable[[Path, _Content], None]] = {
-    "safetensors": _write_safetensors,
-    "torch": _write_torch,
-    "dcp": _write_dcp,
-}

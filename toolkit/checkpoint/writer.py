@@ -24,23 +24,13 @@ from toolkit.checkpoint.exchange import (
     Exchange,
     KeyValue,
     ReplicaSums,
-    answer,
     describe,
     failure,
     failures_told,
     refuse_unequal,
 )
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.manifest import (
-    Manifest,
-    Name,
-    TensorPart,
-    TensorRecord,
-    ValueRecord,
-    check_cover,
-    check_size,
-    file_name,
-)
+from toolkit.checkpoint.manifest import Manifest, Name, TensorPart, TensorRecord, ValueRecord
 from toolkit.files.records import decode
 from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
@@ -77,9 +67,31 @@ def save(
     number = checkpoints.next_conversation()
     topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
-    if rank:
-        return _follow(checkpoints, step, state, talk, rank, replicas, write_files)
-    return _lead(checkpoints, step, state, meta, talk, world_size, write_files)
+    if rank == 0:
+        return _lead(checkpoints, step, state, meta, talk, world_size, write_files)
+    begun = talk.listen()
+    if begun.get("done"):
+        return checkpoints.path(step)
+    # A failure is reported first, and raised once rank 0 has sent it to all ranks.
+    try:
+        if begun["step"] != step:
+            raise CheckpointError(f"it saves step {step} while rank 0 saves step {begun['step']}")
+        folder = checkpoints.named(begun["folder"])
+        if write_files is not None:
+            write_files(folder)
+        part = _write_own(checkpoints, folder, rank, state)
+        replicas = replicas or ReplicaSums(state)
+        talk.report({"part": dataclasses.asdict(part), "replicas": replicas.digest(), "copies": _copies(state)})
+    except Exception as error:
+        talk.report(failure(error, f"rank {rank} on {socket.gethostname()}: {describe(error)}"))
+        if write_files is None:  # else rank 0 may wait for this rank within the library, and never answer
+            talk.listen()
+        raise
+    # Rank 0 answers once it has committed; its error is raised here. Before that it may ask for the sums.
+    if "sums" in talk.listen():
+        talk.report({"sums": replicas.sums()})
+        talk.listen()
+    return checkpoints.path(step)
 
 
 def _lead(
@@ -121,49 +133,13 @@ def _lead(
             checkpoints.abandon(folder)
             raise
     talk.tell({"done": True})
-    # Older checkpoints go only now that the newest is on disk. No other rank waits for it.
-    _prune(checkpoints)
-    return final
-
-
-def _follow(
-    checkpoints: CheckpointFolder,
-    step: int,
-    state: State,
-    talk: Exchange,
-    rank: int,
-    replicas: ReplicaSums | None,
-    write_files: Callable[[Path], None] | None,
-) -> Path:
-    """Run every other rank's side. A failure is reported first, and raised once rank 0 has told all ranks."""
-    begun = talk.listen()
-    if begun.get("done"):
-        return checkpoints.path(step)
-    try:
-        if begun["step"] != step:
-            raise CheckpointError(f"it saves step {step} while rank 0 saves step {begun['step']}")
-        folder = checkpoints.named(begun["folder"])
-        if write_files is not None:
-            write_files(folder)
-        part = _write_own(checkpoints, folder, rank, state)
-        replicas = replicas or ReplicaSums(state)
-        talk.report({"part": part.to_json(), "replicas": replicas.digest(), "copies": _copies(state)})
-    except Exception as error:
-        talk.report(failure(error, f"rank {rank} on {socket.gethostname()}: {describe(error)}"))
-        if write_files is None:  # else rank 0 may wait for this rank within the library, and never answer
-            talk.listen()
-        raise
-    # Rank 0 answers once it has committed; its error is raised here.
-    answer(talk, replicas)
-    return checkpoints.path(step)
-
-
-def _prune(checkpoints: CheckpointFolder) -> None:
-    """Remove old checkpoints, or log why not. A surplus checkpoint must not end a run whose newest one is safe."""
+    # Older checkpoints go only now that the newest is on disk. No other rank waits for it. A surplus checkpoint must
+    # not end a run whose newest one is safe.
     try:
         checkpoints.prune()
     except CheckpointError as error:
         log.warning("older checkpoints stay: %s", error)
+    return final
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,14 +151,11 @@ class _WrittenPart:
     values: Mapping[Name, ValueRecord]
     headers: tuple[TensorPart, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(fields: dict[str, Any]) -> _WrittenPart:
         part = decode(_WrittenPart, fields)
         for record in part.tensors.values():
-            check_size(record)
+            manifests.check_size(record)
         return part
 
 
@@ -204,7 +177,7 @@ def _write_own(checkpoints: CheckpointFolder, folder: Path, rank: int, state: St
     wide_first = {name: held[name] for name in sorted(held, key=lambda name: -widths[name])}
     head = _head(wide_first)
     written: dict[str, TensorRecord] = {}
-    path = folder / file_name(rank)
+    path = folder / manifests.file_name(rank)
     checkpoints.write(path, _stream(wide_first, path.name, head, written))
     # The manifest keeps the order of the state, and so do exports.
     records = {name: written[name] for name in held}
@@ -220,7 +193,7 @@ def _head(held: Mapping[str, Entry]) -> bytes:
         pieces = pieces_of(entry)
         for value, offsets in pieces:
             spans = [f"{start}:{start + size}" for start, size in zip(offsets, value.shape, strict=True)]
-            # Several pieces of one tensor are told apart by their places in it.
+            # Several pieces of one tensor differ in name by their places in it.
             label = name if len(pieces) == 1 else f"{name}[{', '.join(spans)}]"
             assert label not in inside, label
             inside[label] = value.dtype, tuple(value.shape)
@@ -309,7 +282,7 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
     for name, record in firsts.items():
         merged[name] = dataclasses.replace(record, parts=tuple(pieces[name]))
         try:
-            check_cover(name, merged[name])
+            manifests.check_cover(name, merged[name])
         except ValueError as error:
             raise CheckpointError(f"the ranks' parts of a sharded tensor overlap or leave a gap: {error}") from error
     versions = {"torch": torch.__version__, "python": platform.python_version()}

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError, listing
 from toolkit.base.fsio import size_text
-from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, pick, pick_of, step_of
+from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, pick, step_of
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
@@ -88,7 +88,7 @@ def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
     """Read every byte of the checkpoints, also of those without a manifest, and yield each with its fault, or None."""
     checkpoints = CheckpointFolder(run.checkpoints)
     broken = [path for path in _odd(checkpoints) if is_name_of_committed(path)]
-    for path in pick_of(run, [*checkpoints.list(), *broken], text):
+    for path in pick(run, text, broken):
         try:
             checkpoints.verify(path)
         except CheckpointError as error:

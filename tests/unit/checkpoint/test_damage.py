@@ -211,7 +211,7 @@ LIES = {"start": -8}, {"start": 8}, {"size_bytes": 1 << 60}, {"size_bytes": "48"
 @pytest.mark.parametrize("part", LIES, ids=str)
 def test_ranges_that_lie_are_refused_before_memory_is_taken(checkpoints: CheckpointFolder, part: Any) -> None:
     rewrite(checkpoints.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update(part))
-    with pytest.raises(CorruptCheckpointError, match="is no manifest of format 2"):
+    with pytest.raises(CorruptCheckpointError, match="is not a manifest of format 2"):
         checkpoints.verify(checkpoints.path(200))
 
 
@@ -229,7 +229,7 @@ def test_a_dtype_or_shape_that_cannot_be_is_refused_under_a_right_crc(
             record["parts"][0]["shape"], record["parts"][0]["offsets"] = change["shape"], [0, 0]
 
     rewrite(checkpoints.path(200), forge)
-    with pytest.raises(CorruptCheckpointError, match="is no manifest of format 2"):
+    with pytest.raises(CorruptCheckpointError, match="is not a manifest of format 2"):
         checkpoints.verify(checkpoints.path(200))
 
 

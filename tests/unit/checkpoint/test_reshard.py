@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import AbstractContextManager
+from io import FileIO
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.ranks import alone, load_alone, load_on, save_on
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.manifest import TensorPart
+from toolkit.checkpoint.manifest import TensorPart, open_part
 from toolkit.ranks.state import Sharded, State
 
 #: One rank's rectangle: a slice for each dimension.
@@ -111,13 +113,13 @@ def test_a_shard_that_is_no_block_of_memory_is_filled(tmp_path: Path) -> None:
 @pytest.fixture
 def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the files of all parts that are read from now on."""
-    found, plain = list[str](), tensors._read
+    found = list[str]()
 
-    def noted(folder: Path, part: TensorPart, target: memoryview) -> None:
+    def noted(folder: Path, part: TensorPart) -> AbstractContextManager[FileIO]:
         found.append(part.file)
-        plain(folder, part, target)
+        return open_part(folder, part)
 
-    monkeypatch.setattr(tensors, "_read", noted)
+    monkeypatch.setattr(tensors, "open_part", noted)
     return found
 
 

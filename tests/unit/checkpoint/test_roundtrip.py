@@ -170,7 +170,7 @@ def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [{1, 2}, [torch.ones(2)]])
 def test_a_value_that_is_not_json_is_refused_and_nothing_is_left(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(CheckpointError, match="only JSON is stored beside tensors, and odd is not"):
+    with pytest.raises(CheckpointError, match="only JSON is stored next to tensors, and odd is not"):
         alone(CheckpointFolder(tmp_path), 1, {"plain": Replicated(1), "odd": Replicated(value)})
     assert list(tmp_path.iterdir()) == []
 

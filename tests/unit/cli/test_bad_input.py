@@ -101,5 +101,5 @@ NO_OBJECTS = [None, [], [1], 5, "x"]
 )
 def test_a_manifest_of_another_shape_is_damage(key: str, odd: Any) -> None:
     raw = manifests._frame(2, json.dumps({**MANIFEST, key: odd}).encode())
-    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is no manifest of format 2"):
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is not a manifest of format 2"):
         manifests.decode(raw, Path("manifest.json"))
