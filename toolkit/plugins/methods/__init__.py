@@ -1,1 +1,1 @@
-"""Methods of training beside plain data parallelism, one module or folder each."""
+"""Methods of training other than plain data parallelism, one module or folder each."""

@@ -1,12 +1,9 @@
 """auto: ddp if the model leaves room on the device, else zero, else fsdp. The log says which, and why.
 
-What a rank must keep is known before the training: the bytes of weights, gradients and the optimizer's state. They are
-found by making the model and one step of its optimizer without memory (torch's ``meta`` device). The activations are
-not known, since they depend on the batch. So the first strategy is taken that leaves ``ROOM`` of the memory to them.
-ddp comes first, for it sends least, then zero (https://arxiv.org/abs/1910.02054 gives the sums below).
-
-Rank 0 decides, by the smallest memory of all ranks. The choice is kept in the run folder, so that a resume on as many
-ranks makes the same one, even on nodes with more memory.
+What a rank must keep is measured on torch's ``meta`` device: weights, gradients and the optimizer's state. Activations
+depend on the batch, so the first strategy that leaves ``ROOM`` of the memory to them is taken. ddp comes first, for it
+sends least, then zero (https://arxiv.org/abs/1910.02054 gives the sums below). Rank 0 decides, by the smallest memory
+of all ranks. A resume on as many ranks makes the same choice, even on nodes with more memory.
 """
 
 from __future__ import annotations
@@ -16,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.base import fsio, logs, this_node
 from toolkit.config import StrategyConfig, TrainConfig
@@ -55,10 +52,7 @@ class Choice(FileRecord):
 
 
 class Auto(Spmd):
-    """See :class:`~toolkit.strategies.protocol.Strategy`.
-
-    ``layout`` makes the layout of ddp, zero or fsdp; each rank has its own share in all three.
-    """
+    """A strategy by ``layout``, which makes that of ddp, zero or fsdp; each rank has its own share in all three."""
 
     def __init__(self, session: Session, layout: Callable[[str], Layout], train: TrainConfig) -> None:
         super().__init__(session, layout("ddp"), train)
@@ -69,17 +63,11 @@ class Auto(Spmd):
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
         size = measure(model, optimizer)  # on all ranks: an optimizer may compare the parameters of all of them
-        name = _agreed(self._session, partial(self._pick, size))
+        bf16, accumulates = self._train.precision == "bf16", self._train.accumulate > 1
+        name = _agreed(self._session, partial(pick, size, self._session.world_size, bf16=bf16, accumulates=accumulates))
         self._layout = self._layout_of(name)
         self.evaluates_together = self._layout.passes_are_joint
         super().build(model, optimizer, objective, sample)
-
-    def _pick(self, size: Size, memory_bytes: int) -> tuple[str, str]:
-        bf16 = self._train.precision == "bf16"
-        return pick(size, self._session.world_size, memory_bytes, bf16=bf16, accumulates=self._train.accumulate > 1)
-
-
-# -------------------------------------------------------------------------------------------------- the decision
 
 
 @dataclass(frozen=True)
@@ -112,19 +100,17 @@ def needs(size: Size, ranks: int, *, bf16: bool = False, accumulates: bool = Fal
 def pick(
     size: Size, ranks: int, memory_bytes: int, *, bf16: bool = False, accumulates: bool = False
 ) -> tuple[str, str]:
-    """Return the strategy for a model of this size, and why, in a sentence.
-
-    ``memory_bytes`` is what each of the ``ranks`` has.
-    """
+    """Return the strategy for a model of this size, and why, in a sentence. Each rank has ``memory_bytes``."""
     required = needs(size, ranks, bf16=bf16, accumulates=accumulates)
     # One rank has nothing to shard over. fsdp is the last choice, even if its need is too large.
     room = (1 - ROOM) * memory_bytes
     fitting = [name for name, need in required.items() if need <= room]
     name = "ddp" if ranks == 1 else [*fitting, "fsdp"][0]
     parts = {"weights": size.weights, "gradients": size.gradients, "slots": size.slots}
-    of = " + ".join(f"{_shown(part)} {kind}" for kind, part in parts.items() if part)
-    tried = ", ".join(f"{other} {_shown(need)}" for other, need in required.items())
-    why = f"{of}; a rank would keep: {tried}; {_shown(room)} of its {_shown(memory_bytes)} may be filled so"
+    of = " + ".join(f"{fsio.size_text(part)} {kind}" for kind, part in parts.items() if part)
+    tried = ", ".join(f"{other} {fsio.size_text(need)}" for other, need in required.items())
+    filled = f"{fsio.size_text(room)} of its {fsio.size_text(memory_bytes)} may be filled so"
+    why = f"{of}; a rank would keep: {tried}; {filled}"
     if required[name] > room:
         why += (
             ". That is more than there is: try strategy.activation_checkpointing, train.precision bf16, more ranks, or "
@@ -135,35 +121,25 @@ def pick(
     return name, why
 
 
-def _shown(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.3g} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.3g} MiB"
-
-
 def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
     """Return rank 0's choice, on every rank. A choice that the run made earlier for as many ranks stands."""
     # The rank with the least memory decides for all.
     memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
-    decided = session.from_main(
-        "strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))).to_json()
-    )
-    choice = Choice.from_json(decided)
+    path = RunDir(session.run_dir).strategy
+
+    def choose() -> dict[str, Any]:
+        kept = Choice.read(path)
+        if kept is not None and kept.ranks == session.world_size:
+            kept = kept.replace(why=f"{kept.why} (as decided when the run began on so many ranks, see {path.name})")
+            return kept.to_json()
+        decided = Choice(session.world_size, *decide(int(memory.item()))).to_json()
+        fsio.write_json(path, decided)
+        return decided
+
+    choice = Choice.from_json(session.from_main("strategy.name", choose))
     log.info("strategy.name: auto takes %s: %s", choice.strategy, choice.why)
     return choice.strategy
-
-
-def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> Choice:
-    path = RunDir(session.run_dir).strategy
-    # The run's earlier choice holds for the same number of ranks; another number decides anew.
-    kept = Choice.read(path)
-    if kept is not None and kept.ranks == session.world_size:
-        return kept.replace(why=f"{kept.why} (as decided when the run began on so many ranks, see {path.name})")
-    choice = Choice(session.world_size, *decide())
-    fsio.write_json(path, choice.to_json())
-    return choice
-
-
-# -------------------------------------------------------------------------------- what is needed, and what there is
 
 
 def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
@@ -171,34 +147,28 @@ def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
     with same_randomness():  # the training makes the model again and must draw the same numbers
         model = without_memory(make).to("meta")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        slots = _slots(model, optimizer, trained)
+        try:
+            # A step on meta makes the slots' shapes without memory.
+            stepper = optimizer(model)
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            stepper.step()
+            kept = [value for of_one in stepper.state.values() for value in of_one.values()]
+            slots = _bytes(value for value in kept if isinstance(value, Tensor))
+        except Exception as error:  # any optimizer may fail in its own way on tensors without values
+            log.warning("the optimizer's state is taken to be two values for each weight (%s)", error)
+            slots = 2 * _bytes(trained)
     weights, parts = _bytes(model.parameters()), [_bytes(block.parameters()) for block in blocks(model)]
     largest = max(parts, default=0)
     return Size(weights, _bytes(trained), slots, largest, weights - sum(parts))
 
 
-def _slots(model: nn.Module, optimizer: OptimizerFactory, trained: list[nn.Parameter]) -> int:
-    try:
-        # A step on meta makes the slots' shapes without memory.
-        stepper = optimizer(model)
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        stepper.step()
-    except Exception as error:  # any optimizer may fail in its own way on tensors without values
-        log.warning("the optimizer's state is taken to be two values for each weight (%s)", error)
-        return 2 * _bytes(trained)
-    return _bytes(value for slots in stepper.state.values() for value in slots.values() if isinstance(value, Tensor))
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None) -> int:
-    """Return the bytes of the rank's GPU.
-
-    Without a GPU: the rank's part of what its node, or its job on the node, may use.
-    """
+    """Return the bytes of the rank's GPU. Without one: its part of what its node, or its job there, may use."""
     if device.type != "cpu":
         with suppress(AttributeError):  # of a package's device, which does not tell
             return int(accelerator.module_of(device).get_device_properties(device).total_memory)

@@ -1,13 +1,10 @@
 """`data.share: auto`: give slower ranks fewer samples of each global batch. The others need not wait for them then.
 
-At the logging steps every rank learns every rank's own time of a step (see `toolkit.train.loop`). All compute
-the same shares from the same numbers, so nothing more is sent. A rank's speed is the samples of its share divided by
-that time. Shares are proportional to smoothed speeds, between half and one and a half times an even share. They are
-moved where that shortens the slowest rank's time by ``WORTH``, and take effect some steps later: workers may have
-loaded batches by the old shares until then.
-
-The global batch has the same samples in the same order, and a strategy weights each rank's loss by its samples. So the
-training is the same to rounding, but for what a model does with its part of a batch (batch statistics, dropout).
+At the logging steps every rank learns every rank's own time of a step (see `toolkit.train.loop`), and all compute the
+same shares from the same numbers: proportional to smoothed speeds, between half and one and a half times an even share.
+New shares take effect some steps later: workers may have loaded batches by the old ones until then. The global batch
+and the weights of its samples stay the same, so the training does too, to rounding, but for what a model does with its
+part of a batch (batch statistics, dropout).
 """
 
 from __future__ import annotations
@@ -76,10 +73,7 @@ class Balance:
         return {"cuts": self._cuts, "speeds": self._speeds}
 
     def restore(self, saved: Any) -> None:
-        """Go on with the shares of a :meth:`state`.
-
-        Those of another number of ranks, or with less than a sample for each pass of accumulation, are ignored.
-        """
+        """Continue with the shares of a :meth:`state`, if they are large enough and of the same number of ranks."""
         if saved is None or len(saved["cuts"][0][1]) != len(self._cuts[0][1]):
             return
         if min(min(counts) for _, counts in saved["cuts"]) < self._least:
@@ -92,10 +86,7 @@ class Balance:
 
 
 def build_balance(loader: Batches, share: Share, ranks: int, accumulate: int) -> Balance:
-    """Return what `data.share` asks for.
-
-    Raises ConfigError where ranks work on the same samples: their times are not those of a share.
-    """
+    """Raises ConfigError where ranks work on the same samples: their times are not those of a share."""
     if share.count != ranks:
         raise ConfigError(
             f"data.share: auto needs a share for each rank, and {ranks} ranks have {share.count}; set it to even"
@@ -108,7 +99,15 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
 
     Samples left over by rounding down go to the largest remainders, among equal ones to the first (Hamilton's method).
     """
-    ideal = _within(speeds, size, least, most)
+    # In proportion to the speeds, clipped to the bounds: bisect the factor.
+    low, high = 0.0, most / min(speeds)
+    for _ in range(100):  # more than the bits that a float has
+        factor = (low + high) / 2
+        if sum(_clipped(speeds, factor, least, most)) < size:
+            low = factor
+        else:
+            high = factor
+    ideal = _clipped(speeds, low, least, most)
     # Round down, then give one more sample each to the ranks that lost most by it and are below their bound.
     counts = [int(part) for part in ideal]
     by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - ideal[rank], rank))
@@ -118,20 +117,8 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
     return counts
 
 
-def _within(speeds: Sequence[float], size: int, least: int, most: int) -> list[float]:
-    """Return the parts in proportion to the speeds, clipped to the bounds. Bisects the factor."""
-
-    def parts(factor: float) -> list[float]:
-        return [min(max(factor * speed, float(least)), float(most)) for speed in speeds]
-
-    low, high = 0.0, most / min(speeds)
-    for _ in range(100):  # more than the bits that a float has
-        factor = (low + high) / 2
-        if sum(parts(factor)) < size:
-            low = factor
-        else:
-            high = factor
-    return parts(low)
+def _clipped(speeds: Sequence[float], factor: float, least: int, most: int) -> list[float]:
+    return [min(max(factor * speed, float(least)), float(most)) for speed in speeds]
 
 
 def _slowest(counts: Sequence[int], speeds: Sequence[float]) -> float:

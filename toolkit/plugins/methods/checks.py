@@ -11,8 +11,6 @@ from toolkit.config.validation import StrategyChecks, step_options
 
 
 class AutoChecks(StrategyChecks):
-    """See :class:`toolkit.config.validation.StrategyChecks`."""
-
     def config(self, config: JobConfig) -> None:
         if config.strategy.mesh != MeshConfig():
             raise ConfigError(
@@ -21,15 +19,13 @@ class AutoChecks(StrategyChecks):
 
 
 class LocalSgdChecks(StrategyChecks):
-    """See :class:`toolkit.config.validation.StrategyChecks`."""
-
     def config(self, config: JobConfig) -> None:
         local: LocalSgdConfig = config.strategy.local_sgd
         every = config.checkpoint.every_steps
         is_between = not isinstance(every, int) or every % local.round_steps or config.checkpoint.every_min is not None
         if config.retry.allow_fewer_nodes and is_between:
             raise ConfigError(
-                "retry.allow_fewer_nodes: with local_sgd fewer ranks go on from the end of a round only, and "
+                "retry.allow_fewer_nodes: with local_sgd fewer ranks continue from the end of a round only, and "
                 "checkpoints would be made inside of rounds, too; set checkpoint.every_steps to a multiple of "
                 f"{local.round_steps} (strategy.local_sgd.round_steps) and checkpoint.every_min to null"
             )
@@ -40,8 +36,6 @@ class LocalSgdChecks(StrategyChecks):
 
 
 class ParameterServerChecks(StrategyChecks):
-    """See :class:`toolkit.config.validation.StrategyChecks`."""
-
     def config(self, config: JobConfig) -> None:
         servers: int = config.strategy.parameter_server.servers
         if config.optim.name == "muon" and servers > 1:

@@ -1,26 +1,21 @@
 """ddp over a slow link: gradients are compressed before they are sent.
 
-Every rank has the whole model. Over NCCL, fp16 and bf16 are sent by DDP's hooks instead, see below.
-Elsewhere hooks are not used. They would start collectives in the order in which gradients become ready, and torch's own
-hook for PowerSGD hangs on gloo if there are several buckets. Here all gradients are complete when the first one is
-sent, so the order is fixed, and no state belongs to a bucket. The communication that DDP hides behind the backward pass
-is waited for instead. Where the link is so slow that compression pays, little of it was hidden.
+All gradients are complete when the first one is sent, so the order of the collectives is fixed on every rank. DDP's
+hooks would start them as gradients become ready, and torch's hook for PowerSGD hangs on gloo if there are several
+buckets. The communication that DDP hides behind the backward pass is waited for instead: where compression pays, little
+of it was hidden.
 
-With fp16 and bf16 over NCCL, DDP calls a hook for each bucket whose gradients are complete, in the same order on every
-rank. The hook only enqueues: on a stream of its own the GPU encodes the bucket, sends it, and decodes the mean, and the
-backward pass goes on beside it. torch's own hooks for these types add up in half precision, which rounds at every rank.
-Here each value is rounded once on its way to the sum and once on its way back, as everywhere else (see
-:class:`~toolkit.plugins.methods.compression_schemes.Blocks`).
-
-Schemes that keep something for the next step are not sent this way: what they keep would belong to DDP's buckets.
+Over NCCL, fp16 and bf16, which keep nothing for the next step, are sent by a hook for each of DDP's buckets
+(:class:`Overlapped`). It only enqueues, on a separate stream. torch's hooks for these types add up in half precision,
+which rounds at every rank. Here each value is rounded once on its way to the sum and once on its way back.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -68,10 +63,7 @@ class Compressed(LocalReplica):
         self._error: Tensor | None = None  #: of the first step of a window
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
-        """Make the model and the scheme.
-
-        Raises ConfigError for parameters that cannot be compressed, and for a pattern that matches no parameter.
-        """
+        """Raises ConfigError for parameters that cannot be compressed, and a pattern that matches no parameter."""
         self._model = super().place(make, trial)
         self._wire = Wire()
         # The vector: what is compressed, padding to the scheme's multiple, then what is sent uncompressed.
@@ -88,13 +80,17 @@ class Compressed(LocalReplica):
         self._moving = torch.zeros(0 if self._decay is None else size, device=self._device)
         # For the log: what a plain all-reduce would send, and how long it would take on this link.
         self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in self._all())
-        self._plain_s = _measured_cost(self._device).seconds(self._plain_bytes)
+        self._plain_s = _all_reduce_s(self._device, self._plain_bytes)
         return self._model
 
     @torch.no_grad()
     def average(self) -> None:
-        if not self._complete_gradients():
+        # Parameters that this rank's pass did not use get zeros, but for priming, which reports them.
+        missing = [p for p in self._all() if p.grad is None]
+        if missing and not self._windows:
             return
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
         self._watch.start()
         self._wire.sent_bytes = 0.0
         gradients = [*_flat(self._packed.values()), self._padding, *_flat(self._plain.values())]
@@ -106,7 +102,12 @@ class Compressed(LocalReplica):
         moving = None if self._decay is None else own.lerp_(self._moving, self._decay).clone()
         # What is not compressed is summed meanwhile.
         summing = self._wire.start_sum(plain) if self._plain else None
-        mean = self._exchange(packed) if self._packed else packed
+        if self._scheme.feeds_back:
+            packed += self._residual
+        mean = self._scheme.exchange(packed) if self._packed else packed
+        # No residual keeps a gradient that is not finite, on any rank: it would come back in every later step.
+        if self._scheme.feeds_back:
+            _keep(self._residual, packed, mean.sum().isfinite())
         if length is not None:
             self._error = packed.norm() / length.clamp(min=1e-30)
         if summing is not None:
@@ -146,37 +147,18 @@ class Compressed(LocalReplica):
         self._windows += 1
         # The first window has priming in it, so the second one is judged.
         if self._windows == 2 and self._says:
-            self._judge(found)
+            took = found["compression/time_s"]
+            log.info(
+                "strategy.compression: %s sends %.3g MB a step instead of %.3g and takes %.3g s, where a plain "
+                "all-reduce would take about %.3g s on this link: %s",
+                self._config.compression,
+                self._wire.sent_bytes / 1e6,
+                self._plain_bytes / 1e6,
+                took,
+                self._plain_s,
+                "worth it" if took < self._plain_s else "not worth it; set it to none",
+            )
         return found
-
-    # ------------------------------------------------------------------------------------------------ one step
-
-    def _exchange(self, packed: Tensor) -> Tensor:
-        """Return the mean over the ranks of ``packed`` plus the residuals. Keep the new residuals.
-
-        A gradient that is not finite shows in the mean on every rank. No residual keeps it, whatever becomes of the
-        step: it would come back in every later step.
-        """
-        if self._scheme.feeds_back:
-            packed += self._residual
-        mean = self._scheme.exchange(packed)
-        if self._scheme.feeds_back:
-            _keep(self._residual, packed, mean.sum().isfinite())
-        return mean
-
-    def _complete_gradients(self) -> bool:
-        """Give zeros to parameters that this rank's pass did not use. True if gradients can be sent.
-
-        False only in priming, which then reports the unused parameters.
-        """
-        missing = [p for p in self._all() if p.grad is None]
-        if missing and not self._windows:
-            return False
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        return True
-
-    # --------------------------------------------------------------------------------------------- the parameters
 
     def _sort(self) -> None:
         """Sort parameters into compressed ones, with their places in the vector, and uncompressed ones."""
@@ -205,19 +187,6 @@ class Compressed(LocalReplica):
 
     def _all(self) -> list[nn.Parameter]:
         return [*self._packed.values(), *self._plain.values()]
-
-    def _judge(self, figures: Mapping[str, float]) -> None:
-        took, plain = figures["compression/time_s"], figures["compression/plain_time_s"]
-        log.info(
-            "strategy.compression: %s sends %.3g MB a step instead of %.3g and takes %.3g s, where a plain all-reduce "
-            "would take about %.3g s on this link: %s",
-            self._config.compression,
-            figures["compression/sent_bytes"] / 1e6,
-            figures["compression/plain_bytes"] / 1e6,
-            took,
-            plain,
-            "worth it" if took < plain else "not worth it; set it to none",
-        )
 
 
 def refuse_types(named: Mapping[str, nn.Parameter]) -> None:
@@ -259,23 +228,12 @@ def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
     torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
 
 
-# ------------------------------------------------------------------------------------------------------- the link
+def _all_reduce_s(device: torch.device, sent_bytes: float) -> float:
+    """Measure the link, and return the seconds of an all-reduce that sends so many bytes. Every rank calls it.
 
-
-class _AllReduceCost:
-    """The cost of an all-reduce: a latency, and seconds for each byte sent."""
-
-    def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
-        self._bytes, self._seconds = small
-        more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
-        self._per_byte = max(0.0, more_seconds) / max(1.0, more_bytes)
-
-    def seconds(self, sent_bytes: float) -> float:
-        return self._seconds + max(0.0, sent_bytes - self._bytes) * self._per_byte
-
-
-def _measured_cost(device: torch.device) -> _AllReduceCost:
-    """Measure the link. A size's time is the mean of two laps after one that opens connections. Every rank calls it."""
+    It takes a latency, and a time for each byte. A size's time is the mean of two laps after one that opens
+    connections.
+    """
     costs: list[tuple[float, float]] = []
     for size_bytes in PROBES:
         laps = []
@@ -285,10 +243,11 @@ def _measured_cost(device: torch.device) -> _AllReduceCost:
             began = time.perf_counter()
             sum_across_ranks(probe).sum().item()  # item() waits: a GPU may not have begun before
             laps.append(time.perf_counter() - began)
-        sent_bytes = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * size_bytes
-        costs.append((sent_bytes, sum(laps[1:]) / 2))
-    small, large = costs
-    return _AllReduceCost(small, large)
+        probe_bytes = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * size_bytes
+        costs.append((probe_bytes, sum(laps[1:]) / 2))
+    (small_bytes, small_s), (large_bytes, large_s) = costs
+    per_byte_s = max(0.0, large_s - small_s) / max(1.0, large_bytes - small_bytes)
+    return small_s + max(0.0, sent_bytes - small_bytes) * per_byte_s
 
 
 class Overlapped(Replicas):
@@ -329,31 +288,20 @@ class _BucketHook:
         self._stream = None if self._module is None else self._module.Stream(device)
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Replace the bucket's gradients by their means over the ranks. Return a future of them.
-
-        On the CPU they are there when the call returns.
-        """
+        """Replace the bucket's gradients by their means over the ranks. Return a future of them."""
         if not bucket.index():  # the first of a step
             self._wire.sent_bytes = 0.0
         gradients = bucket.buffer()
         sent: Future[Tensor] = Future(devices=[] if self._stream is None else [self._device])
-        with self._beside():
+        if self._stream is not None:  # send behind what has computed the gradients
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        with nullcontext() if self._stream is None else self._module.stream(self._stream):
             size = len(gradients)
             values = torch.zeros(size + -size % self._scheme.multiple, device=self._device)
             values[:size].copy_(gradients)
             gradients.copy_(self._scheme.exchange(values)[:size])
             sent.set_result(gradients)  # DDP's streams will wait for what is enqueued here by now
         return sent
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Enqueue on the stream for sending, behind what has computed the gradients."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            yield
 
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:

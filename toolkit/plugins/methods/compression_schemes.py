@@ -1,26 +1,12 @@
 """Schemes that average a vector over the ranks and send less than the vector.
 
-Each scheme makes the same calls in the same order on every rank, on any backend, and gives every rank the same bits. It
-returns what it has not sent, for the next step to add to its gradient (error feedback: Seide et al. 2014, 1-bit SGD;
-Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847). So nothing of a gradient is lost, only delayed: what all
-steps have sent, and what is left, add up to all gradients.
+Each scheme makes the same calls in the same order on every rank, and gives every rank the same bits. It returns what it
+has not sent, for the next step to add to its gradient (error feedback: Seide et al. 2014, 1-bit SGD; Karimireddy et al.
+2019, https://arxiv.org/abs/1901.09847). So nothing of a gradient is lost, only delayed.
 
-With ``strategy.compression_average`` a rank replaces its gradients by their moving average. That is momentum before the
-choice of what to send instead of after it. It is Deep Gradient Compression's momentum correction (with 1 less the decay
-as a factor, and without forgetting the momentum of what was sent), and the momentum with which Fatkhullin et al. 2023
-(https://arxiv.org/abs/2305.15155) prove that error feedback bears noisy gradients. Its weights add up to one, so still
-nothing of a gradient is lost.
-
-* fp16, bf16, int8 (:class:`Blocks`): each value with fewer bits. There are two phases, since sums of int8 overflow and
-  sums of half precision round at every rank. Each rank gets its part of the vector from all others, adds in fp32, and
-  sends the mean, with fewer bits again, to all. So a rank sends 2 (W-1)/W times the small vector on any number of ranks
-  W, as a plain all-reduce does with the whole vector.
-* top-k (:class:`TopK`): the largest values of each parameter and their places (Deep Gradient Compression, Lin et al.
-  2018, https://arxiv.org/abs/1712.01887). A rank sends its choice to all others, W-1 times, so it pays off with few
-  ranks.
-* PowerSGD (:class:`PowerSgd`; Vogels et al. 2019, https://arxiv.org/abs/1905.13727): a gradient of n x m as the product
-  of n x r and r x m, by one step of a power iteration that starts where the last one ended. It takes two all-reduces,
-  however many parameters there are.
+With ``strategy.compression_average`` a rank replaces its gradients by their moving average: momentum before the choice
+of what to send. It is Deep Gradient Compression's momentum correction (with 1 less the decay as a factor, and without
+forgetting the momentum of what was sent), and that of Fatkhullin et al. 2023 (https://arxiv.org/abs/2305.15155).
 """
 
 from __future__ import annotations
@@ -81,19 +67,15 @@ class Wire:
 
     def cost_of_sum(self, tensor: Tensor) -> float:
         """Return the bytes that a rank sends for ``tensor`` in the cheapest all-reduce."""
-        return 2 * (self.ranks - 1) / self.ranks * _bytes(tensor)
+        return 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
 
     def gather(self, row: Tensor) -> Tensor:
-        self.sent_bytes += (self.ranks - 1) * _bytes(row)
+        self.sent_bytes += (self.ranks - 1) * row.nbytes
         return gather_rows(row)
 
     def exchange(self, rows: Tensor) -> Tensor:
-        self.sent_bytes += (self.ranks - 1) / self.ranks * _bytes(rows)
+        self.sent_bytes += (self.ranks - 1) / self.ranks * rows.nbytes
         return exchange_rows(rows)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class Scheme(Protocol):
@@ -114,9 +96,6 @@ class Scheme(Protocol):
 
     def state(self) -> dict[str, Entry]:
         """Return what a resume needs, live."""
-
-
-# ------------------------------------------------------------------------------------------------------ fewer bits
 
 
 class Codec(Protocol):
@@ -144,10 +123,7 @@ class Bf16:
 
 
 class Fp16:
-    """Half the bytes, with 11 bits of precision.
-
-    Scales are powers of two, so no gradient is too small or too large for it.
-    """
+    """Half the bytes, with 11 bits of precision. Scales are powers of two, so no gradient is too small or too large."""
 
     dtype = torch.float16
     has_scales = True
@@ -184,7 +160,11 @@ ON_CPU_AT_ONCE = 512
 
 
 class Blocks:
-    """See :class:`Scheme`: fewer bits for each value."""
+    """Fewer bits for each value, in two phases: sums of int8 overflow, and those of half precision round at every rank.
+
+    Each rank gets its part of the vector from all others, adds in fp32, and sends the mean, with fewer bits again, to
+    all. So with W ranks it sends 2 (W-1)/W times the small vector, as a plain all-reduce does with the whole vector.
+    """
 
     def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool, kind: str = "cpu") -> None:
         """Cut the work into pieces for this ``kind`` of device. The bits do not depend on it."""
@@ -233,10 +213,7 @@ class Blocks:
         return torch.empty(*ranks, count * per_block, dtype=torch.uint8, device=parts.device)
 
     def _chunks(self, parts: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-        """Yield ``parts`` (..., n, BLOCK) in pieces, each with its codes and scales.
-
-        These are live in ``rows`` (..., m). In each row all codes come first.
-        """
+        """Yield pieces of ``parts`` (..., n, BLOCK), each with its codes and scales, live in ``rows`` (..., m)."""
         if parts.ndim > 2 and self._rank_by_rank:
             for part, row in zip(parts, rows, strict=True):
                 yield from self._chunks(part, row)
@@ -262,11 +239,12 @@ class Blocks:
         return {}
 
 
-# ----------------------------------------------------------------------------------------------------- fewer values
-
-
 class TopK:
-    """See :class:`Scheme`: the largest values of each parameter, exactly. ``amount`` is the part that is sent."""
+    """The largest values of each parameter, exactly. ``amount`` is the part that is sent.
+
+    From Deep Gradient Compression (Lin et al. 2018, https://arxiv.org/abs/1712.01887). A rank sends its choice to all
+    others, W-1 times, so it pays off with few ranks.
+    """
 
     multiple = 1
     feeds_back = True
@@ -295,7 +273,11 @@ class TopK:
 
 
 class PowerSgd:
-    """See :class:`Scheme`: each parameter's gradient as a matrix of rank ``amount``."""
+    """Each parameter's gradient of n x m as the product of n x r and r x m, with r its ``amount``.
+
+    One step of a power iteration, which starts where the last one ended (Vogels et al. 2019,
+    https://arxiv.org/abs/1905.13727). It takes two all-reduces, however many parameters there are.
+    """
 
     multiple = 1
     feeds_back = True
@@ -320,7 +302,10 @@ class PowerSgd:
         for matrix, side, right in zip(matrices, left, own, strict=True):
             matrix.addmm_(side, right.t(), alpha=-1.0)
         total = torch._foreach_div(self._sum(own), self._wire.ranks)
-        self._keep(total)
+        # The next step starts from these. If one is not finite the old ones stay: no later step would get rid of it.
+        good = torch.stack([part.sum() for part in total]).isfinite().all()
+        for kept, new in zip(self._right, total, strict=True):
+            torch.where(good, new, kept, out=kept)
         mean = torch.empty_like(values)
         for piece, side, right in zip(self._pieces, left, total, strict=True):
             torch.mm(side, right.t(), out=piece.of(mean).view(piece.sides))
@@ -333,20 +318,8 @@ class PowerSgd:
         sums = torch.split(flat, [part.numel() for part in parts])
         return [total.view(part.shape) for total, part in zip(sums, parts, strict=True)]
 
-    def _keep(self, right: Sequence[Tensor]) -> None:
-        """Keep ``right`` for the next step to start from.
-
-        If one of them is not finite the old ones stay, since no later step would get rid of such a value.
-        """
-        good = torch.stack([part.sum() for part in right]).isfinite().all()
-        for kept, new in zip(self._right, right, strict=True):
-            torch.where(good, new, kept, out=kept)
-
     def state(self) -> dict[str, Entry]:
-        """Return ``powersgd/<parameter>``: the second factor (m, r), equal on all ranks.
-
-        The next step starts from it.
-        """
+        """Return ``powersgd/<parameter>``: the second factor (m, r), equal on all ranks."""
         named = zip(self._pieces, self._right, strict=True)
         return {f"powersgd/{piece.name}": Replicated(right) for piece, right in named}
 
@@ -361,9 +334,6 @@ def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
         bases = torch.linalg.qr(torch.stack([matrices[number] for number in numbers])).Q
         found |= zip(numbers, bases, strict=True)
     return [found[number] for number in range(len(matrices))]
-
-
-# --------------------------------------------------------------------------------------------------- which of them
 
 
 def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.device) -> Scheme:

@@ -1,31 +1,26 @@
 """local_sgd: each rank steps by itself on its share of every batch. Every ``round_steps`` steps the ranks average.
 
 A round ends in one of two ways. ``average``: the next round begins with the mean of the weights (local SGD, Stich 2019,
-https://arxiv.org/abs/1805.09767). The inner optimizer's momenta are averaged with them, as Yu, Jin and Yang 2019
-(https://arxiv.org/abs/1905.03817) do, who prove a speedup with momentum for it. So all ranks are equal at a round's
-end, and any number of them, or ddp, can go on from there. ``diloco`` (Douillard et al. 2023,
-https://arxiv.org/abs/2311.08105): the way from a round's first weights to their mean at its end is a gradient for an
-outer SGD with Nesterov momentum. Each rank keeps its inner optimizer's state, which costs no message.
+https://arxiv.org/abs/1805.09767), and of the inner optimizers' momenta (Yu, Jin and Yang 2019,
+https://arxiv.org/abs/1905.03817). So all ranks are equal then, and any number of them, or ddp, can continue from there.
+``diloco`` (Douillard et al. 2023, https://arxiv.org/abs/2311.08105): the way from a round's first weights to their mean
+at its end is a gradient for an outer SGD with Nesterov momentum. Each rank keeps its inner optimizer's state.
 
 A rank's gradient is that of the mean over its own share, and clipping uses that gradient's own norm. In the mean of the
-weights a rank counts by how much its samples weighed in the round (federated averaging's rule, McMahan et al. 2017,
-https://arxiv.org/abs/1602.05629). So rounds of one step with SGD are the steps of one process, however uneven the
-shares are.
+weights a rank counts by how much its samples weighed in the round (McMahan et al. 2017,
+https://arxiv.org/abs/1602.05629): rounds of one step with SGD are the steps of one process, however uneven the shares.
 
-With ``after_steps`` the steps before it are those of ddp (post-local SGD, Lin et al. 2020,
-https://arxiv.org/abs/1808.07217). Rounds end after each step whose number ``round_steps`` divides, so the first one may
-be shorter.
+The steps before ``after_steps`` are those of ddp (post-local SGD, Lin et al. 2020, https://arxiv.org/abs/1808.07217).
+Rounds end after each step whose number ``round_steps`` divides, so the first one may be shorter.
 
-Inside a round there are as many models as ranks. Their mean is what is evaluated there, exported, and stored as
-``model/<name>``. For an exact resume on as many ranks, a rank's own weights are stored beside it as
-``replica/rank3/<name>`` and its optimizer's state as ``optim/rank3/<parameter>/<slot>``. Buffers are share 0's, as
-under ddp.
+Inside a round the ranks' mean is evaluated, exported, and stored as ``model/<name>``. With it each rank stores its own
+weights as ``replica/rank3/<name>`` and its optimizer's state as ``optim/rank3/<parameter>/<slot>``. Buffers are share
+0's, as under ddp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,39 +45,25 @@ _OUTER = "outer/"
 _ANCHOR = "anchor/"
 
 
-class Meeting(Protocol):
-    """What the ranks make of their weights at a round's end."""
+class Averaging:
+    """What the ranks make of their weights at a round's end: the next round begins with the mean."""
 
     @property
     def keeps_slots(self) -> bool:
         """True if each rank's inner optimizer keeps its own state; otherwise that is averaged, too."""
+        return False
 
     def begin(self) -> None:
         """Begin a round with the weights that the model has now."""
 
     def end(self) -> None:
-        """Turn the mean of the ranks' weights into the weights of the next round. The model holds that mean."""
+        """Turn the mean of the ranks' weights, which the model holds, into the weights of the next round."""
 
     def enter(self, names: Collection[str]) -> None:
         """Prepare for a checkpoint, see :class:`~toolkit.strategies.protocol.InRounds`.
 
-        Raises ConfigError if only the other kind of meeting can go on from it.
+        Raises ConfigError if only the other kind can continue from it.
         """
-
-    def state(self, *, inside: bool) -> dict[str, Entry]:
-        """Return what a resume needs, inside a round or at its end."""
-
-
-class Averaging:
-    """See :class:`Meeting`: the next round begins with the mean."""
-
-    keeps_slots = False
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def enter(self, names: Collection[str]) -> None:
         if any(name.startswith(_OUTER) for name in names):
             raise ConfigError(
                 "strategy.local_sgd.outer: this run was trained with diloco, whose outer momentum would be lost; set "
@@ -90,11 +71,12 @@ class Averaging:
             )
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
+        """Return what a resume needs, inside a round or at its end."""
         return {}
 
 
-class DiLoCo:
-    """See :class:`Meeting`: an outer step, algorithm 1 of the paper, with momentum as in torch.optim.SGD."""
+class DiLoCo(Averaging):
+    """An outer step at a round's end: algorithm 1 of the paper, with momentum as in torch.optim.SGD."""
 
     def __init__(self, weights: Mapping[str, Tensor], lr: float, momentum: float) -> None:
         self._weights = weights
@@ -131,7 +113,7 @@ class DiLoCo:
         elif any(name.startswith(REPLICA) for name in names):
             raise ConfigError(
                 "strategy.local_sgd.outer: the checkpoint was made inside a round that ends with an average, and "
-                "diloco begins with a round; set it to average, or go on from a checkpoint at a round's end"
+                "diloco begins with a round; set it to average, or continue from a checkpoint at a round's end"
             )
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
@@ -151,7 +133,7 @@ class LocalSgd(Spmd):
     """See :class:`~toolkit.strategies.protocol.Strategy` and :class:`~toolkit.strategies.protocol.InRounds`."""
 
     _weights: dict[str, Tensor]  #: what is trained, live
-    _meeting: Meeting
+    _meeting: Averaging
 
     def __init__(self, session: Session, config: LocalSgdConfig, layout: Layout, train: TrainConfig) -> None:
         super().__init__(session, layout, train)
@@ -175,7 +157,7 @@ class LocalSgd(Spmd):
         parameters = self._model.named_parameters()
         self._weights = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
         lr, momentum = self._config.outer_lr, self._config.outer_momentum
-        meetings: dict[str, Callable[[], Meeting]] = {
+        meetings: dict[str, Callable[[], Averaging]] = {
             "average": Averaging,
             "diloco": lambda: DiLoCo(self._weights, lr, momentum),
         }
@@ -191,7 +173,7 @@ class LocalSgd(Spmd):
         ranks_differ = self._inside or self._meeting.keeps_slots
         self._is_local = (ranks_differ or self._step >= self._config.after_steps) and not alone
         with torch.no_grad():
-            # Each rank goes on with its own weights, where the model has shown their mean.
+            # Each rank continues with its own weights, where the model has shown their mean.
             if self._shows_mean:
                 torch._foreach_copy_(list(self._weights.values()), [self._own[name] for name in self._weights])
                 self._shows_mean = False
@@ -221,7 +203,13 @@ class LocalSgd(Spmd):
         found = super()._declared(extra)
         # Where the optimizers' states differ between the ranks, each rank stores its own.
         if self._inside or self._meeting.keeps_slots:
-            found = dict(self._as_own(name, entry) for name, entry in found.items())
+            found, same = {}, found
+            for name, entry in same.items():
+                kind, _, rest = name.partition("/")
+                if kind == "model" or not isinstance(entry.value, Tensor):
+                    found[name] = entry
+                else:  # on another number of ranks each starts from the mean
+                    found[f"{kind}/rank{self._rank}/{rest}"] = PerRank(entry.value, averages=True)
         if self._inside:
             found |= {f"{REPLICA}rank{self._rank}/{name}": PerRank(own) for name, own in self._own.items()}
             found[f"round/rank{self._rank}/weighed"] = PerRank(self._round_weight)
@@ -242,10 +230,7 @@ class LocalSgd(Spmd):
         return self._declared(self._extra.places())
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the last window; the gradient's norm is this rank's own.
-
-        A collective if a round has ended since the last call.
-        """
+        """Return the figures of the last window. A collective if a round has ended since the last call."""
         found = {
             **super().figures(),
             "local_sgd/bytes_per_step": self._sent / max(1, self._steps_since),
@@ -260,8 +245,6 @@ class LocalSgd(Spmd):
         super().close()
         for name in ("_weights", "_own", "_meeting"):
             self.__dict__.pop(name, None)
-
-    # ------------------------------------------------------------------------------------------------ one step
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of this rank's mean in ``.grad``. Return its part of each global mean loss, by name."""
@@ -283,18 +266,16 @@ class LocalSgd(Spmd):
         if given is None:
             return means_of(passes, factor)
         weight = sum_across_ranks(own.clone())  # only for the reported loss; a step's only message
-        self._sent += weight.element_size()
+        self._sent += weight.nbytes
         return means_of(passes, factor * (batch.global_count / weight.clamp(min=1e-30)).float())
 
-    # ------------------------------------------------------------------------------------------ several models as one
-
     def _show_mean(self) -> None:
-        """Give the model the mean of the ranks' weights, once after each step. Each rank's own are put aside."""
         if self._inside and not self._shows_mean:
             self._average(self._part())
 
     @torch.no_grad()
     def _average(self, part: Tensor) -> None:
+        """Give the model the mean of the ranks' weights. Each rank's own are put aside."""
         if not self._own:
             self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
         torch._foreach_copy_([self._own[name] for name in self._weights], list(self._weights.values()))
@@ -305,12 +286,11 @@ class LocalSgd(Spmd):
         """Return this rank's part of the mean. Parts are equal if no sample of the round weighed anything."""
         mine = self._round_weight.clamp(min=1e-30)
         total = sum_across_ranks(mine.clone())
-        self._sent += total.element_size()
+        self._sent += total.nbytes
         return mine / total
 
     @torch.no_grad()
     def _meet(self) -> None:
-        """End a round."""
         part = self._part()
         self._average(part)
         # The divergence is measured before the outer step changes the mean: the squared distance of the ranks' weights
@@ -331,18 +311,8 @@ class LocalSgd(Spmd):
         tensors = [entry.value for name, entry in entries if name.rpartition("/")[2] not in _COUNTERS]
         return [value for value in tensors if isinstance(value, Tensor) and value.is_floating_point()]
 
-    def _as_own(self, name: str, entry: Entry) -> tuple[str, Entry]:
-        """Return a tensor of the inner optimizer as this rank's own.
-
-        On another number of ranks each starts from the mean.
-        """
-        kind, _, rest = name.partition("/")
-        if kind == "model" or not isinstance(entry.value, Tensor):
-            return name, entry
-        return f"{kind}/rank{self._rank}/{rest}", PerRank(entry.value, averages=True)
-
     def _size_bytes(self) -> int:
-        return sum(weight.numel() * weight.element_size() for weight in self._weights.values())
+        return sum(weight.nbytes for weight in self._weights.values())
 
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> LocalSgd:

@@ -1,9 +1,8 @@
-"""Magnitude pruning: the smallest weights become 0, more and more of them, and stay 0.
+"""Magnitude pruning: the smallest weights of linear and convolutional layers become 0, more and more, and stay 0.
 
-Only weights of linear and convolutional layers are pruned. The amount follows the cubic schedule of Zhu & Gupta (2017,
-https://arxiv.org/abs/1710.01878), eq. 1 from 0. One threshold over the whole model decides which weights are pruned,
-or, where whole outputs are pruned, one over each layer. The threshold is the k-th smallest magnitude. It is found bit
-by bit with a count over all ranks for each bit: exact, and the same on all ranks however the weights are cut.
+The amount follows the cubic schedule of Zhu & Gupta (2017, https://arxiv.org/abs/1710.01878), eq. 1 from 0. One
+threshold decides over the whole model, or over each layer where whole outputs are pruned: the k-th smallest magnitude,
+found bit by bit with a count over all ranks for each bit. It is exact, and the same however the weights are cut.
 """
 
 from __future__ import annotations
@@ -48,30 +47,29 @@ class Pruning:
         if config.structured:
             layers = dict(list(layers.items())[:-1])  # the last one's outputs are the model's
         self._device = next(model.parameters()).device
-        if not _count(layers, total, self._device):
+        # Ranks may hold other parts of the model, and one of them no such layer.
+        count = torch.tensor(len(layers), device=self._device)
+        if not int(count if total is None else total(count)):
             kind = "besides its last one " if config.structured else ""
             raise ConfigError(f"train.pruning: this model has no linear or convolutional layer {kind}to prune")
         self._weights: dict[Tensor, str] = {layer.weight: f"{name}.weight" for name, layer in layers.items()}
         self._biases: dict[Tensor, Tensor] = {}  #: of outputs that are pruned whole, by their layer's weight
         self._names = dict(self._weights)
         for name, layer in layers.items() if config.structured else ():
-            if isinstance(layer.bias, Tensor):
-                self._biases[layer.weight] = layer.bias
-                self._names[layer.bias] = f"{name}.bias"
-        self._refuse()
-        self._masks = {tensor: torch.ones_like(local(tensor), dtype=torch.bool) for tensor in self._names}
-        # An output belongs to one layer, which ranks with other layers lack; a single weight competes with all others.
-        self._parts = ShardedParameters(self._weights, None if config.structured else total)
-
-    def _refuse(self) -> None:
-        for weight, name in self._weights.items() if self._config.structured else ():
-            placements = weight.placements if isinstance(weight, DTensor) else ()
+            placements = layer.weight.placements if isinstance(layer.weight, DTensor) else ()
             cut = [placement for placement in placements if not placement.is_replicate()]
             # Ask for the dimension: a part that is cut twice, over two dimensions of a mesh, is not a plain shard.
             if any(getattr(placement, "dim", None) != 0 for placement in cut):
                 raise ConfigError(
-                    f"train.pruning.structured: outputs of {name} are cut over ranks; set it to false, or use fsdp"
+                    f"train.pruning.structured: outputs of {name}.weight are cut over ranks; set it to false, or use "
+                    "fsdp"
                 )
+            if isinstance(layer.bias, Tensor):
+                self._biases[layer.weight] = layer.bias
+                self._names[layer.bias] = f"{name}.bias"
+        self._masks = {tensor: torch.ones_like(local(tensor), dtype=torch.bool) for tensor in self._names}
+        # An output belongs to one layer, which ranks with other layers lack; a single weight competes with all others.
+        self._parts = ShardedParameters(self._weights, None if config.structured else total)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -110,13 +108,11 @@ class Pruning:
         return {f"optimizer/mask/{self._names[tensor]}": mask for tensor, mask in self._masks.items()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint. ``values`` may hold the next step, from which the schedule goes on."""
+        """Continue from a checkpoint. ``values`` may hold the next step, from which the schedule continues."""
         found, step = values.get(_LEVEL, 0.0), values.get("step", self._step)
         assert isinstance(found, (int, float))
         assert isinstance(step, int)
         self._level, self._step = float(found), step
-
-    # ---------------------------------------------------------------------------------------------- the threshold
 
     def _prune(self, part: float) -> None:
         # One group of scores for the whole model, or one for each layer where whole outputs are pruned.
@@ -153,9 +149,3 @@ class Pruning:
         for weight, score in scores.items():
             counts[weight][groups[weight]] = (score < limits[groups[weight]]).sum()
         return self._parts.sum(counts, limits)
-
-
-def _count(layers: Mapping[str, nn.Module], total: Total | None, device: torch.device) -> int:
-    """Return the number of layers on all ranks that hold other parts of the model. One of them may have none."""
-    count = torch.tensor(len(layers), device=device)
-    return int(count if total is None else total(count))

@@ -1,8 +1,8 @@
 """Messages between pairs of ranks: the base of the parameter server.
 
-Each pair of ranks has a connection of its own (gloo's, in a process group made for it). One thread for each peer reads
-from it, and all messages go into one queue. So no rank waits for a certain peer, and a peer's death is one more
-message, which ends the attempt. A send never blocks for long, since the other end always reads.
+Each pair of ranks has its own connection (gloo's, in a process group made for it). One thread for each peer reads from
+it, and all messages go into one queue. So no rank waits for a certain peer, and a peer's death is one more message. A
+send never blocks for long, since the other end always reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from queue import SimpleQueue
@@ -113,21 +113,20 @@ class Mail:
                 thread.join(LEAVE_S)
 
     def _read(self, peer: int) -> None:
+        header = torch.empty(2 + _NUMBERS, dtype=torch.float64)
         try:
-            while (message := self._next(peer)).kind is not Kind.BYE:
-                self._queue.put(message)
+            while True:
+                dist.recv(header, peer, group=self.group)
+                kind, size, *numbers = header.tolist()
+                if kind == Kind.BYE:
+                    return
+                payload = torch.empty(int(size), dtype=torch.uint8) if size else None
+                if payload is not None:
+                    dist.recv(payload, peer, group=self.group)
+                self._queue.put(PeerMessage(Kind(int(kind)), peer, tuple(numbers), payload))
         except RuntimeError:
             # gloo raises when the connection breaks: the peer has died.
             self._queue.put(PeerMessage(Kind.LOST, peer))
-
-    def _next(self, peer: int) -> PeerMessage:
-        header = torch.empty(2 + _NUMBERS, dtype=torch.float64)
-        dist.recv(header, peer, group=self.group)
-        kind, size, *numbers = header.tolist()
-        payload = torch.empty(int(size), dtype=torch.uint8) if size else None
-        if payload is not None:
-            dist.recv(payload, peer, group=self.group)
-        return PeerMessage(Kind(int(kind)), peer, tuple(numbers), payload)
 
 
 def encode(value: Any) -> Tensor:
@@ -139,10 +138,6 @@ def decode(message: PeerMessage) -> Any:
     """Return the value that :func:`encode` was given."""
     assert message.payload is not None
     return json.loads(message.payload.numpy().tobytes())
-
-
-#: Loss, weight, samples, samples of the global batch; see Push.
-PassFigures: TypeAlias = tuple[float, float, int, int]
 
 
 @dataclass(frozen=True)
@@ -161,9 +156,6 @@ class Push:
     def part(self) -> float:
         """Return its part of the global batch."""
         return self.samples / self.assumed
-
-    def numbers(self) -> tuple[float, ...]:
-        return astuple(self)
 
     @staticmethod
     def of(message: PeerMessage) -> Push:

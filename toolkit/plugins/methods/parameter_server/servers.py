@@ -1,26 +1,23 @@
 """parameter_server: the first ranks keep the weights and apply the updates, the others compute gradients.
 
 After Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014). A *ticket* is a share of
-one step's global batch. A worker computes its ticket and pushes the gradient to the servers, each of which takes what
-concerns its own part of the parameters. Then it waits for new weights. The modes differ only in when these come:
+one step's global batch. A worker pushes its ticket's gradient to the servers, each of which takes what concerns its own
+part of the parameters. Then it waits for new weights. The modes differ only in when these come:
 
-* ``sync``: when all tickets of the step have come and were applied together, added up in the order of the shares: the
-  steps of ddp, to rounding. Nothing depends on which worker was faster, so a resume is the same bit for bit.
-* ``async``: at once; each ticket is an update of its own (Hogwild's and DistBelief's way).
-* ``bounded``: at once, too, but a worker that is ``staleness`` tickets ahead of the slowest waits for it (Stale
+* ``sync``: when all tickets of the step were applied together, added up in the order of the shares: the steps of ddp,
+  to rounding. Nothing depends on which worker was faster, so a resume is the same bit for bit.
+* ``async``: at once; each ticket is an update of its own (Hogwild's and DistBelief's way). Its gradient is the mean
+  over its own samples, and is applied with the learning rate times its part of the global batch. So a pass over the
+  data moves the weights as far as in ``sync``, also with optimizers such as Adam.
+* ``bounded``: as ``async``, but a worker that is ``staleness`` tickets ahead of the slowest waits for it (Stale
   Synchronous Parallel, Ho et al., NIPS 2013).
-
-Length of the steps. In ``async`` and ``bounded`` the gradient of a ticket is the mean over its own samples, and is
-applied with the learning rate times its share of the global batch. So a pass over the data moves the weights as far as
-in ``sync``, also with optimizers such as Adam that make every gradient equally long.
-
-Rank 0, a server, writes the checkpoints. A rank's death ends the attempt, as with any strategy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +25,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.config.strategy import ParameterServerConfig
-from toolkit.plugins.methods.parameter_server.mail import Handler, Kind, PassFigures, PeerMessage, Push
+from toolkit.plugins.methods.parameter_server.mail import Handler, Kind, PeerMessage, Push
 from toolkit.plugins.methods.parameter_server.side import Flat, Side
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
@@ -54,9 +51,6 @@ class Server(Side):
 
     share = Share(0, 0)
 
-    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
-        super().__init__(session, config, train)
-
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         assert self._server is not None
         self._model = self._part
@@ -74,14 +68,14 @@ class Server(Side):
         return StepOutput(torch.tensor(loss if self._rank == 0 else 0.0, dtype=torch.float64, device=self._device))
 
     def _serve(self, lr: float) -> float:
-        raise AssertionError("each mode does it in its own way")
-
-    def _handlers(self) -> dict[Kind, Handler]:
-        return {Kind.PUSH: self._push}
+        raise NotImplementedError
 
     def _push(self, message: PeerMessage) -> None:
         """Take a ticket."""
-        raise AssertionError("each mode does it in its own way")
+        raise NotImplementedError
+
+    def _handlers(self) -> dict[Kind, Handler]:
+        return {Kind.PUSH: self._push}
 
     def _apply(self, gradients: Sequence[Tensor], lr: float) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -129,10 +123,7 @@ class SyncServer(Server):
         self._arrived[pushed.share] = message
 
     def _serve(self, lr: float) -> float:
-        """Add the tickets up in the order of the shares, and make one update.
-
-        Summed in the order of arrival, they would give other last bits.
-        """
+        """Add the tickets up in the order of the shares (another order gives other last bits), and make one update."""
         gradients: list[Tensor] = []
         loss = weight = 0.0
         for share in range(self._count):
@@ -178,10 +169,7 @@ class AsyncServer(Server):
         self._done = [step] * self._count
 
     def _serve(self, lr: float) -> float:
-        """Apply tickets until each share has one for this step.
-
-        Tickets of later steps, by faster workers, are applied as well, with this step's learning rate.
-        """
+        """Apply tickets until each share has one for this step; faster workers' later ones as well, with its rate."""
         self._lr = lr
         while min(self._done) <= self._n:
             self._inbox.handle_next()
@@ -192,16 +180,13 @@ class AsyncServer(Server):
         pushed, gradients = Push.of(message), self._place.views(message.payload)
         factor = _scale(gradients, pushed.assumed / max(pushed.weight, 1e-30))
         self._stale.append(self._version - pushed.version)
-        # The rate is scaled by the ticket's part of the global batch; see "Length of the steps" in the package.
+        # The rate is scaled by the ticket's part of the global batch; see ``async`` above.
         self._apply(gradients, self._lr * pushed.part)
         self._loss += pushed.loss * factor * pushed.part
         assert pushed.step == self._done[pushed.share], "each ticket comes once, and in order"
         self._done[pushed.share] += 1
         self._held.add(pushed.share)
-        self._release()
-
-    def _release(self) -> None:
-        """Send new weights to the workers that are not too far ahead."""
+        # Send new weights to the workers that are not too far ahead.
         slowest = min(self._done)
         for share in sorted(self._held):
             if self._ahead is None or self._done[share] - slowest <= self._ahead:
@@ -209,10 +194,7 @@ class AsyncServer(Server):
                 self._send_weights(self._workers[share])
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """Return the staleness of tickets.
-
-        It is the number of updates between the weights that a ticket was computed with and those that it changed.
-        """
+        """Return the updates between the weights that a ticket was computed with and those that it changed."""
         if not self._stale:
             return super().figures()
         stale, self._stale = torch.tensor(self._stale), []
@@ -247,7 +229,7 @@ class Worker(Side):
         self._places: dict[int, Flat] = {}
         for server, placed in self._placed.items():
             self._places[server] = Flat([rows_of(p, rows) for p, rows in placed])
-        self._outbox: dict[int, Tensor | None] = dict.fromkeys(self._servers)
+        self._outbox: dict[int, Tensor | None] = dict.fromkeys(self._servers)  #: memory that each step overwrites
         # One pass that leaves nothing behind: it compiles, and shows which parameters are not used.
         with priming(objective, self._train, model, self._session.activity) as checked:
             self._objective = checked
@@ -258,8 +240,6 @@ class Worker(Side):
         if checked.refusal or unused:
             raise ConfigError(checked.refusal or unused_message(unused))
 
-    # ------------------------------------------------------------------------------------------------------ one step
-
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Compute the ticket, push it, and wait for the weights that the mode requires."""
         assert batch is not None, "build() made sure that every worker has a sample"
@@ -267,14 +247,16 @@ class Worker(Side):
         figures = self._pass(batch)
         self.own_time.stop()
         for server in self._servers:
+            gradients = [rows_of(p.grad, rows) for p, rows in self._placed[server] if p.grad is not None]
+            packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
             pushed = Push(self._n, self.share.index, self._versions[server], *figures)
-            self._mail.send(server, Kind.PUSH, pushed.numbers(), self._packed(server))
+            self._mail.send(server, Kind.PUSH, astuple(pushed), packed)
         self._model.zero_grad()
         self._refresh()
         self._n += 1
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
-    def _pass(self, batch: Batch) -> PassFigures:
+    def _pass(self, batch: Batch) -> tuple[float, float, int, int]:
         """Leave the gradient in ``.grad``. Return the fields of its :class:`~.mail.Push` from the loss on."""
         # No more micro-batches than the smallest share has samples.
         parts = min(self._train.accumulate, batch.global_count // self._count)
@@ -295,12 +277,6 @@ class Worker(Side):
     def _precision(self) -> AbstractContextManager[object]:
         return autocast(self._device, self._train.precision)
 
-    def _packed(self, server: int) -> Tensor:
-        """Return the gradients that concern ``server``, in memory that the next step overwrites."""
-        gradients = [rows_of(p.grad, rows) for p, rows in self._placed[server] if p.grad is not None]
-        packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
-        return packed
-
     def _refresh(self) -> None:
         """Take new weights from every server."""
         with torch.no_grad():
@@ -309,9 +285,6 @@ class Worker(Side):
                 placed = self._placed[message.sender]
                 self._places[message.sender].unpack(message.payload, [rows_of(p, rows) for p, rows in placed])
                 self._versions[message.sender] = int(message.numbers[0])
-
-    def _handlers(self) -> dict[Kind, Handler]:
-        return {}
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -338,7 +311,7 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncS
             f"strategy.parameter_server.servers: {chosen.servers} of {session.world_size} ranks leave no worker; use "
             "fewer, or more ranks"
         )
-    # By how many shares a worker may be ahead; None: of any number, or of none where all wait for each other.
+    # By how many tickets a worker may be ahead of the slowest; None: by any number, or none where all wait.
     ahead = choose(
         "strategy.parameter_server.mode", chosen.mode, {"sync": None, "async": None, "bounded": chosen.staleness}
     )

@@ -56,8 +56,6 @@ class Side:
         self._settled = True
         self.own_time = stopwatch(session.device)
 
-    # ------------------------------------------------------------------------------------------------------ building
-
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
@@ -98,11 +96,11 @@ class Side:
         self._mail.open()
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
-        raise AssertionError("each side does it in its own way")
+        raise NotImplementedError
 
     def _handlers(self) -> dict[Kind, Handler]:
-        """Return the handlers of messages that are handled as they come, by kind."""
-        raise AssertionError("each side does it in its own way")
+        """Return the handlers of messages that are handled as they come, by kind. A worker has none."""
+        return {}
 
     def _try_optimizer(self) -> None:
         try:
@@ -131,8 +129,6 @@ class Side:
     def begin(self, step: int) -> None:
         """Keep the step, which is a ticket's number."""
         self._n = step
-
-    # ------------------------------------------------------------------------------------------------------ messages
 
     def gather(self, value: Any) -> list[Any]:
         """Gather with one collective. Its callers have summed before, so no rank keeps the others waiting."""
@@ -183,31 +179,17 @@ class Side:
 
     def _refresh(self) -> None:
         """Send the newest weights to all workers."""
-        raise AssertionError("each side does it in its own way")
+        raise NotImplementedError
 
     def figures(self) -> Mapping[str, float | Tensor]:
         """Return nothing on a rank that applies no updates."""
         return {}
 
-    # --------------------------------------------------------------------------------------------------------- state
-
     def state(self) -> dict[str, Entry]:
         """Return the state. Every rank declares all of it, and a worker has no rows of it. A collective."""
         self.settle()
         entries = self._entries()
-        self._equalise(entries)
-        return entries
-
-    def _entries(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
-        for name, value in self._part.state_dict(keep_vars=True).items():
-            entries[f"model/{name}"] = declared(name, value, self._by_parameter.get(value), self._server)
-        for name, entry in self._update.state().items():
-            entries[name] = declared(name, entry.value, self._cuts.get(name.split("/")[1]), self._server)
-        return entries
-
-    def _equalise(self, entries: dict[str, Entry]) -> None:
-        """Set small values that are equal on all servers (step counts) to rank 0's. Workers do not make the steps."""
+        # Small values that are equal on all servers (step counts) become rank 0's: workers do not make the steps.
         replicated = {name: entry.value for name, entry in entries.items() if isinstance(entry, Replicated)}
         small = {name: value for name, value in replicated.items() if not name.startswith("model/")}
         # Tensors are filled in place; plain values are replaced in ``entries``.
@@ -217,9 +199,17 @@ class Side:
         if self._rank == 0:
             self._mail.send_all(Kind.TELL, place.pack(tensors))
             self._mail.send_all(Kind.TELL, encode(plain))
-            return
+            return entries
         place.unpack(self._inbox.wait_for(Kind.TELL).payload, tensors)
-        entries |= {name: Replicated(value) for name, value in decode(self._inbox.wait_for(Kind.TELL)).items()}
+        return entries | {name: Replicated(value) for name, value in decode(self._inbox.wait_for(Kind.TELL)).items()}
+
+    def _entries(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for name, value in self._part.state_dict(keep_vars=True).items():
+            entries[f"model/{name}"] = declared(name, value, self._by_parameter.get(value), self._server)
+        for name, entry in self._update.state().items():
+            entries[name] = declared(name, entry.value, self._cuts.get(name.split("/")[1]), self._server)
+        return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
@@ -230,7 +220,7 @@ class Side:
         """Leave the other ranks. They take a rank that fails for dead."""
         mail = self.__dict__.pop("_mail", None)
         if mail is not None:
-            # Peers are told of an orderly end and of a stop only; they take this rank for dead after any other error.
+            # Peers learn of an orderly end and of a stop only; they take this rank for dead after any other error.
             mail.close(orderly=isinstance(sys.exception(), (type(None), StoppedError)))
         for name in ("_inbox", "_model", "_part", "_update", "_by_parameter"):
             self.__dict__.pop(name, None)
@@ -251,25 +241,15 @@ class Cut:
         """Return ``(start, stop)``; None stands for a rank that keeps no rows."""
         return (0, 0) if server is None else (self.bounds[server], self.bounds[server + 1])
 
-    def part_shape(self, server: int | None) -> tuple[int, ...]:
-        start, stop = self.rows(server)
-        return (stop - start, *self.shape[1:])
-
-    def offsets(self, server: int | None) -> tuple[int, ...]:
-        return (self.rows(server)[0], *[0] * (len(self.shape) - 1))
-
-
-def is_cut(parameter: Tensor) -> bool:
-    """True if servers keep parts of it. Every rank keeps scalars and frozen parameters whole."""
-    return parameter.ndim > 0 and parameter.requires_grad
-
 
 def cut(model: nn.Module, servers: int) -> dict[str, Cut]:
-    """Return a cut for each parameter that has one, by name.
+    """Return a cut for each parameter that has one, by name. Every rank keeps scalars and frozen parameters whole.
 
-    The parameters, one after the other, are cut into ``servers`` runs of whole rows, as equal in bytes as rows allow.
+    The others, one after the other, are cut into ``servers`` runs of whole rows, as equal in bytes as rows allow.
     """
-    named = {name: parameter for name, parameter in model.named_parameters() if is_cut(parameter)}
+    named = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.ndim and parameter.requires_grad
+    }
     total = sum(parameter.nbytes for parameter in named.values())
     cuts, start = {}, 0
     for name, parameter in named.items():
@@ -308,12 +288,13 @@ def declared(name: str, value: Tensor | Json, cut: Cut | None, server: int | Non
     """
     if cut is None or not isinstance(value, Tensor) or not value.ndim:
         return Replicated(value.detach() if isinstance(value, Tensor) else value)
-    if tuple(value.shape) != cut.part_shape(server):
+    start, stop = cut.rows(server)
+    if tuple(value.shape) != (stop - start, *cut.shape[1:]):
         raise ConfigError(
             f"optim.name: {name} has another shape than its parameter, and so cannot be cut like it for the servers; "
             "use another optimizer, or ddp"
         )
-    return Sharded(value.detach(), cut.shape, cut.offsets(server))
+    return Sharded(value.detach(), cut.shape, (start, *[0] * (len(cut.shape) - 1)))
 
 
 class Flat:
