@@ -42,7 +42,7 @@ def built_for() -> DeviceKind:
 def _built_for() -> torch.device | None:
     if "check_available" in inspect.signature(torch.accelerator.current_accelerator).parameters:
         return torch.accelerator.current_accelerator()
-    # torch 2.6 tells nothing where no device is there.
+    # torch 2.6 reports nothing where no device is there.
     own = torch._C._get_privateuse1_backend_name()
     if own != "privateuseone":
         return torch.device(own)

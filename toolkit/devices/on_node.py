@@ -1,14 +1,9 @@
-"""The GPUs of a node that this process may use, and the CPUs near each. Needs neither torch nor a maker's library.
+"""The GPUs of a node that this process may use, the CPUs near each, and how much and how well they work.
 
-What the drivers show in /proc and /sys is read; no GPU is opened. Drivers of NVIDIA before 590 wake a GPU up before
-they tell which one it is, and for a lost GPU a read may wait for ever. So the node's agent starts :func:`main` as a
-process of its own.
-
-How much the GPUs of a node work, and how well they are, for those who watch it.
-
-The readers of each maker's figures are in `toolkit.plugins.node_watch`. Who watches starts without site-packages: they
-use the standard library only. What a GPU or a driver does not support is None. A call may wait for ever for a lost GPU:
-only a process of its own may make it.
+What the drivers show in /proc and /sys is read, by the standard library only; no GPU is opened. Drivers of NVIDIA
+before 590 wake a GPU up before they tell which one it is, and for a lost GPU a read may wait for ever: only a process
+of its own may do it, such as :func:`main`, which the node's agent starts. What a GPU or a driver does not support is
+None. The readers of each maker's figures are in `toolkit.plugins.node_watch`.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ def allowed(root: Path = Path("/")) -> list[NodeGpu]:
 def _nvidia(root: Path) -> Iterator[NodeGpu]:
     folder = _in(root, DRIVER)
     for gpu in sorted(folder.iterdir()) if folder.is_dir() else ():  # named by PCI addresses
-        fields = _fields((gpu / "information").read_text().splitlines(), ":")
+        fields = _fields(gpu / "information", ":")
         if _may_open(root / f"dev/nvidia{fields['Device Minor']}"):
             yield NodeGpu(CUDA, 0, gpu.name, fields["Model"], fields["GPU UUID"])
 
@@ -77,7 +72,7 @@ def _amd(root: Path) -> Iterator[NodeGpu]:
     folder = _in(root, KFD)
     for node in sorted(folder.iterdir(), key=lambda path: int(path.name)) if folder.is_dir() else ():
         try:
-            fields = _fields((node / "properties").read_text().splitlines(), " ")
+            fields = _fields(node / "properties", " ")
         except PermissionError:  # of a GPU that the cgroup hides
             continue
         if int(fields.get("simd_count", "0")) and _may_open(root / f"dev/dri/renderD{fields['drm_render_minor']}"):
@@ -96,7 +91,7 @@ def _intel(root: Path) -> Iterator[NodeGpu]:
     for render in _in(root, DRM).glob("renderD*"):
         device = render / "device"
         if _text(device / "vendor") == XPU.vendor and _may_open(root / f"dev/dri/{render.name}"):
-            address = _fields((device / "uevent").read_text().splitlines(), "=")["PCI_SLOT_NAME"]
+            address = _fields(device / "uevent", "=")["PCI_SLOT_NAME"]
             # A tile is a folder of the card with drivers before Xe's, and one of the device with Xe's.
             tiles = len([*device.glob("drm/card*/gt/gt*")]) or len([*device.glob("tile*")])
             found.append(NodeGpu(XPU, 0, address, _text(device / "device"), tiles=max(tiles, 1)))
@@ -109,7 +104,11 @@ def visible(environ: Mapping[str, str], root: Path = Path("/")) -> list[NodeGpu]
     Raises OSError, LookupError or ValueError where that is not certain: a part of a GPU (MIG), variables that
     contradict each other, unequal GPUs, which CUDA orders by their speed, and the other runtimes among each other.
     """
-    devices = [device for gpu in allowed(root) for device in _devices(gpu, environ)]
+    # Since 2023 Intel's runtime makes a device of each tile, unless configured otherwise.
+    by_tile = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT") != "COMPOSITE"
+    devices: list[NodeGpu] = []
+    for gpu in allowed(root):
+        devices += [gpu] * (gpu.tiles if by_tile else 1)
     if not devices:
         return []
     kind = devices[0].kind
@@ -120,12 +119,6 @@ def visible(environ: Mapping[str, str], root: Path = Path("/")) -> list[NodeGpu]
     for _, words in visible_words(kind, environ):
         devices = [_named(word, devices) for word in words]
     return devices
-
-
-def _devices(gpu: NodeGpu, environ: Mapping[str, str]) -> Sequence[NodeGpu]:
-    """Return what the runtime makes of a GPU. Since 2023 Intel's makes a device of each tile, unless told otherwise."""
-    is_one = gpu.kind is not XPU or environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT") == "COMPOSITE"
-    return [gpu] if is_one else [gpu] * gpu.tiles
 
 
 def _named(word: str, devices: Sequence[NodeGpu]) -> NodeGpu:
@@ -184,8 +177,8 @@ def _in(root: Path, path: Path) -> Path:
     return root / path.relative_to("/")
 
 
-def _fields(lines: Iterable[str], between: str) -> dict[str, str]:
-    parts = (line.partition(between) for line in lines)
+def _fields(file: Path, between: str) -> dict[str, str]:
+    parts = (line.partition(between) for line in file.read_text().splitlines())
     return {key.strip(): value.strip() for key, _, value in parts}
 
 
@@ -194,10 +187,7 @@ def _text(path: Path) -> str:
 
 
 def _may_open(file: Path) -> bool:
-    """True if this process may open a device's file. That asks the device cgroup, which Slurm's ConstrainDevices sets.
-
-    access(2) does not open the device.
-    """
+    """Ask the device cgroup, which Slurm's ConstrainDevices sets, by access(2): it does not open the device."""
     return os.access(file, os.R_OK | os.W_OK)
 
 
@@ -251,18 +241,15 @@ class Condition:
 class Gpus(Protocol):
     """The GPUs of this node that the job may use."""
 
-    cannot_tell: str
-    """What the driver of these GPUs does not tell, for users to read; empty: it tells all."""
+    cannot_tell: str  #: what the driver of these GPUs does not tell, for users to read; empty: it tells all
 
     @property
     def gpus(self) -> Sequence[WatchedGpu]:
         """Return the GPUs, always the same."""
 
-    def load(self, gpu: WatchedGpu) -> Load:
-        """Return how much ``gpu`` works."""
+    def load(self, gpu: WatchedGpu) -> Load: ...
 
-    def condition(self, gpu: WatchedGpu) -> Condition:
-        """Return how well ``gpu`` is."""
+    def condition(self, gpu: WatchedGpu) -> Condition: ...
 
     def link(self, gpu: WatchedGpu) -> tuple[int, int]:
         """Return the generation and the number of lanes of the PCIe link now. 0: it is not known."""

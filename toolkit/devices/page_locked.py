@@ -1,9 +1,7 @@
-"""Page-locked host memory for copies from a GPU.
+"""Page-locked host memory for copies from a GPU, which are only enqueued then: the host does not wait for them.
 
-Copies into it are only enqueued: the host does not wait for them. torch's own allocator of such memory rounds each
-tensor up to a power of two. A state of many tensors would take up to twice its size. Here the process maps memory of
-the right size, and registers it with CUDA or HIP. Other runtimes have no such call in torch: copies to them are waited
-for.
+torch's own allocator of such memory rounds each tensor up to a power of two. Here the process maps memory of the right
+size, and registers it with CUDA or HIP. Other runtimes have no such call in torch: copies to them are waited for.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def layout(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[dict[str, int
     starts: dict[str, int] = {}
     for name, tensor in tensors.items():
         starts[name] = start
-        start += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return starts, start
 
 
@@ -101,20 +99,16 @@ class Block:
         if wanted != had:
             starts, end = layout(like)
             self._places = {}
-            self._make_room(end)
+            if end and (self._map is None or len(self._map) < end):
+                if self._map is not None and self._is_locked:
+                    unlock(self._map)
+                # Shared, so that a fork (a data worker) does not make the next write go to a copy of the page, which
+                # the GPU does not know. MAP_POPULATE: all pages now, in one call.
+                flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+                self._map = mmap.mmap(-1, end, flags=flags)
+                self._is_locked = lock(self._map)
             self._places = {name: self._place(like[name], start) for name, start in starts.items()}
         return self._places
-
-    def _make_room(self, size_bytes: int) -> None:
-        if (self._map is not None and len(self._map) >= size_bytes) or not size_bytes:
-            return
-        if self._map is not None and self._is_locked:
-            unlock(self._map)
-        # Shared, so that a fork (a data worker) does not make the next write go to a copy of the page, which the GPU
-        # does not know. MAP_POPULATE: all pages now, in one call.
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        self._map = mmap.mmap(-1, size_bytes, flags=flags)
-        self._is_locked = lock(self._map)
 
     def _place(self, like: Tensor, start: int) -> Tensor:
         if not like.nbytes:

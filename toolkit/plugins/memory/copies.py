@@ -1,14 +1,11 @@
 """Copies of the training state in the nodes' memory, for a restart inside the job.
 
-A state has two kinds of parts: what all ranks have in common, and what each rank alone has. The first rank of each node
-copies the common part into files that its node's agent holds (toolkit.nodes.agent.state_memory), and each rank its own
-part. Then each rank sends its own part to its partner while the training goes on. The partner is the rank with the same
-place on the next node. So one node may be lost, and every part of the newest step still exists.
+The first rank of each node copies what all ranks have in common into files that its node's agent holds
+(toolkit.nodes.agent.state_memory), and each rank its own part. While the training continues, each rank sends its own
+part to its partner, the rank with the same place on the next node. So one node may be lost.
 
 Each part has two files, written in turn. The ranks meet between :meth:`Memory.wait` and :meth:`Memory.write`: before
 any rank overwrites the older state, the newer one is complete on all ranks and all partners.
-
-At the next start the ranks agree on a state and load it: see :mod:`toolkit.plugins.memory.load`.
 """
 
 from __future__ import annotations
@@ -51,10 +48,7 @@ class MemoryCopies:
         self._is_sure_of_room = False
 
     def load(self, newest_on_disk: Callable[[], int | None]) -> Loaded | None:
-        """Load the copy kept before a restart inside the job. None: there is none newer than what is on disk.
-
-        Only rank 0 calls ``newest_on_disk``.
-        """
+        """Load the copy kept before a restart inside the job; None if none is newer than what rank 0 finds on disk."""
         newer_than = newest_on_disk() if self._session.is_main else None
         return self._memory.load(self._state.places(), self._session.store, newer_than)
 
@@ -108,10 +102,9 @@ def steps_between_copies(copy_s: float, background_s: float, step_s: float) -> i
 
 
 class CopyClock:
-    """The steps at which the state is copied into memory.
+    """The steps at which the state is copied into memory: every N steps, or with ``auto`` as often as is cheap.
 
-    They are every N steps, or with ``auto`` as often as is cheap. The seconds of all ranks are added up at each copy,
-    and from the sums each rank computes the same next step.
+    The seconds of all ranks are added up at each copy, and from the sums each rank computes the same next step.
     """
 
     def __init__(self, every: int | str) -> None:
@@ -126,22 +119,17 @@ class CopyClock:
         return step >= self._next if self.is_auto else step % self._every == 0
 
     def figures(self, step: int, began_s: float, background_s: float) -> dict[str, float]:
-        """Return the figures that the ranks add up before the copy of ``step``.
-
-        The copy began at ``began_s`` of any one clock. ``background_s``: how long the previous copy took to be
-        complete.
-        """
+        """Return figures for the ranks to add up; the last copy took ``background_s`` until it was complete."""
         steps = 0 if self._last_step is None else step - self._last_step
         step_s = (began_s - self._last_s) / steps if steps else 0.0
-        return dict(zip(_FIGURES, (self._copy_s, background_s, step_s), strict=True))
+        return {"copy_s": self._copy_s, "background_s": background_s, "step_s": step_s}
 
     def agree(self, step: int, sums: Mapping[str, float]) -> int | None:
         """Set the next step from all ranks' sums. Return the new distance in steps if it has changed."""
         if not self.is_auto:
             return None
         before = self._every
-        copy_s, background_s, step_s = (sums[name] for name in _FIGURES)
-        self._every = steps_between_copies(copy_s, background_s, step_s)
+        self._every = steps_between_copies(sums["copy_s"], sums["background_s"], sums["step_s"])
         self._next = step + self._every
         return self._every if self._every != before else None
 
@@ -150,17 +138,11 @@ class CopyClock:
         self._last_step, self._copy_s, self._last_s = step, copy_s, now_s
 
 
-_FIGURES = ("copy_s", "background_s", "step_s")
-
-
 class Memory:
     """One rank's copies of the state: its own part and its partner's. A node's first rank also has the common part."""
 
     def __init__(self, slot: MemorySlot, attempt: int, address: str | None = None) -> None:
-        """Open the rank's files. Raises OSError.
-
-        ``address`` is this node's on the ranks' network; None where all ranks are on one node.
-        """
+        """Open the files. Raises OSError. ``address``: this node's for other nodes' ranks; None if there are none."""
         self._slot, self._attempt, self._address = slot, attempt, address
         self.is_usable = bool(slot.files)  #: after :meth:`load`: True if all ranks have files
         self._files = RankFiles(slot)
@@ -186,8 +168,6 @@ class Memory:
             why = str(error)
         log.warning("%s is not used: %s", KEY, why)
         return Memory(dataclasses.replace(slot, files=()), attempt)
-
-    # ------------------------------------------------------------------------------------------------------- writing
 
     def wait(self) -> float:
         """Wait until the last state written is complete, here and on the partner. Return the seconds."""
@@ -218,16 +198,12 @@ class Memory:
         """Copy ``state`` as it is after ``step`` steps. Return the seconds that went into allocating memory.
 
         Call it when all ranks have returned from :meth:`wait`. A thread computes the digests and makes the partner's
-        copy while the training goes on.
+        copy while the training continues.
         """
         shared, own = split(state)
         is_on_gpu = any(isinstance(entry.value, torch.Tensor) and not entry.value.is_cpu for entry in state.values())
-        about: dict[str, Json] = {
-            "attempt": self._attempt,
-            "step": step,
-            "world_size": self._slot.world_size,
-            "meta": dict(meta),
-        }
+        world_size = self._slot.world_size
+        about: dict[str, Json] = {"attempt": self._attempt, "step": step, "world_size": world_size, "meta": dict(meta)}
         parts = [PartWriter(self._files.own, own, {**about, "of": self._slot.rank}, self._slot.rank)]
         # This rank's own part stays the last: the partner gets a copy of it.
         if self._files.shared is not None:
@@ -240,14 +216,13 @@ class Memory:
         for part in parts:
             part.copy()
         # Copies from a GPU are only enqueued here; the thread waits for them.
-        wait_for_copies = page_locked.enqueued() if is_on_gpu else None
+        wait_for_copies = page_locked.enqueued() if is_on_gpu else lambda: None
         started = time.monotonic()
         self._is_sealed.clear()
 
         def complete() -> None:
             try:
-                if wait_for_copies is not None:
-                    wait_for_copies()
+                wait_for_copies()
                 for part in parts:
                     part.seal()
             finally:
@@ -282,8 +257,6 @@ class Memory:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
-
-    # ------------------------------------------------------------------------------------------------------- reading
 
     def load(
         self, places: State | Callable[[Manifest], State], kv: KeyValue | None, newer_than: int | None

@@ -1,9 +1,7 @@
 """The files in memory that hold one rank's part of the training state, and that of a rank on another node.
 
-A part is what one rank alone has, or what all ranks have in common. A file holds one part, and is complete or invalid.
-It begins with a head: a magic number, and where its description is. Tensors follow, then the description. The head is
-written last, once the digests of all tensors are known: a process that dies in between leaves a file that counts as
-empty.
+A file begins with a head: a magic number, and where its description is. Tensors follow, then the description. The head
+is written last, once all digests are known: a process that dies in between leaves a file that counts as empty.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch
 
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import tensors
-from toolkit.checkpoint.manifest import TensorRecord, file_name
+from toolkit.checkpoint.manifest import file_name
 from toolkit.checkpoint.writer import KINDS, parts_of, record_of
 from toolkit.devices import page_locked
 from toolkit.devices.page_locked import ALIGNMENT
@@ -51,16 +49,6 @@ class MemorySlot:
         return MemorySlot(rank, world_size, local_rank, local_world_size, files)
 
     @property
-    def node(self) -> int:
-        """Return the first rank of this node."""
-        return self.rank - self.local_rank
-
-    @property
-    def shared(self) -> Sequence[str]:
-        """Return the files for what all ranks have in common."""
-        return self.files[: state_memory.FILES_A_NODE]
-
-    @property
     def own(self) -> Sequence[str]:
         """Return the two files for this rank's own part."""
         start = state_memory.FILES_A_NODE + state_memory.FILES_A_RANK * self.local_rank
@@ -80,7 +68,7 @@ class RankFiles:
         """Open the files. Raises OSError."""
         self._slot = slot
         self.own, self.partner = DoubleBuffer(slot.own), DoubleBuffer(slot.partner)
-        self.shared = DoubleBuffer(slot.shared) if slot.local_rank == 0 else None
+        self.shared = DoubleBuffer(slot.files[: state_memory.FILES_A_NODE]) if slot.local_rank == 0 else None
         self.loaded: SavedStep | None = None  #: the moment that this attempt resumes from
         self.arrived: list[Role] = []  #: the parts to be loaded that have come from other nodes
 
@@ -171,15 +159,13 @@ class MemoryFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         # Closed only when the last thread that sends or fills it is done: the number may be another file's by then.
         self._let_go = weakref.finalize(self, os.close, self._fd)
-        self.name = str(self._fd)
+        self.name = str(self._fd)  #: below IN_MEMORY
         self._map: mmap.mmap | None = None
         self.is_pinned = False  #: True if copies from a GPU need not be waited for
 
     def close(self) -> None:
         """Close this descriptor; the agent keeps its own."""
         self._let_go()
-
-    # ------------------------------------------------------------------------------------------------------- writing
 
     def open(self, end: int, *, at_once: bool = False, pinned: bool = False) -> None:
         """Declare the content invalid, and allocate memory for tensors up to ``end``.
@@ -197,7 +183,6 @@ class MemoryFile:
             self.is_pinned = pinned and page_locked.lock(self._map)
 
     def invalidate(self) -> None:
-        """Declare the content invalid."""
         os.pwrite(self._fd, bytes(_HEAD.size), 0)
 
     def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
@@ -216,14 +201,7 @@ class MemoryFile:
         head = _HEAD.pack(_MAGIC, end, len(described), zlib.crc32(described))
         os.pwrite(self._fd, head, 0)
 
-    # ------------------------------------------------------------------------------------------------------- reading
-
-    def extent(self) -> tuple[int, int] | None:
-        """Return the description's start and size; None if the file is empty or not complete."""
-        found = self._description()
-        return None if found is None else (found[0], len(found[1]))
-
-    def _description(self) -> tuple[int, bytes] | None:
+    def description(self) -> tuple[int, bytes] | None:
         """Return the description's start and bytes; None if the file is empty or not complete."""
         head = os.pread(self._fd, _HEAD.size, 0)
         if len(head) < _HEAD.size:
@@ -236,7 +214,7 @@ class MemoryFile:
 
     def read(self) -> dict[str, Any] | None:
         """Return the description; None if the file is empty or not complete."""
-        found = self._description()
+        found = self.description()
         return None if found is None else json.loads(found[1])
 
     def label(self) -> HeldPart | None:
@@ -246,11 +224,6 @@ class MemoryFile:
             return None
         about = described["about"]
         return HeldPart((about["attempt"], about["step"]), about["world_size"], about["of"])
-
-    def placed(self, record: TensorRecord) -> TensorRecord:
-        """Return ``record`` with the name under which this process finds the file."""
-        parts = (dataclasses.replace(part, file=self.name) for part in record.parts)
-        return dataclasses.replace(record, parts=tuple(parts))
 
 
 class DoubleBuffer:
@@ -281,12 +254,8 @@ def _moment(file: MemoryFile) -> SavedStep:
 
 def split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
     """Return what all ranks have in common, and what this rank alone has."""
-    shared: dict[str, Entry] = {}
-    own: dict[str, Entry] = {}
-    for name, entry in state.items():
-        part = shared if isinstance(entry, Replicated) else own
-        part[name] = entry
-    return shared, own
+    shared: dict[str, Entry] = {name: entry for name, entry in state.items() if isinstance(entry, Replicated)}
+    return shared, {name: entry for name, entry in state.items() if name not in shared}
 
 
 def layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
@@ -316,28 +285,23 @@ class PartWriter:
     def copy(self) -> None:
         """Copy the tensors, or enqueue the copies on the GPU."""
         for name, start in self._starts.items():
-            self._copies[name] = _copy(name, self._entries[name], self.file, start)
+            entry = self._entries[name]
+            live = entry.value
+            assert isinstance(live, torch.Tensor)
+            tensors.check_plain(name, live)
+            live = live.detach().resolve_conj().resolve_neg()
+            if live.numel():
+                kept = self.file.bytes_at(start, live.nbytes)
+                kept.copy_(tensors.as_bytes(live.contiguous()), non_blocking=True)
+                entry = dataclasses.replace(entry, value=kept.view(live.dtype).reshape(live.shape))
+            self._copies[name] = entry
 
     def seal(self) -> None:
         """Compute the digests, and mark the file complete."""
         records: dict[str, dict[str, Json]] = {}
         for name, entry in self._copies.items():
-            pieces = parts_of(name, entry, file_name(self._rank), self._starts[name])
-            parts = [part for _, part in pieces]
+            parts = [part for _, part in parts_of(name, entry, file_name(self._rank), self._starts[name])]
             records[name] = dataclasses.asdict(record_of(entry, parts))
         described = json.dumps(records)
         self.file.seal(f'{{"about": {self._about}, "tensors": {described}}}'.encode(), self._end)
         self._pair.turn()  # skipped on an error: the other file holds the newest state then
-
-
-def _copy(name: str, entry: Entry, file: MemoryFile, start: int) -> Entry:
-    """Return ``entry`` with a copy of its tensor in ``file``."""
-    live = entry.value
-    assert isinstance(live, torch.Tensor)
-    tensors.check_plain(name, live)
-    live = live.detach().resolve_conj().resolve_neg()
-    if not live.numel():
-        return entry
-    kept = file.bytes_at(start, live.numel() * live.element_size())
-    kept.copy_(tensors.as_bytes(live.contiguous()), non_blocking=True)
-    return dataclasses.replace(entry, value=kept.view(live.dtype).reshape(live.shape))

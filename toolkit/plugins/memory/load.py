@@ -3,15 +3,11 @@
 The ranks report to rank 0 what their nodes hold. It picks the newest step of which all parts exist, and has parts sent
 to the nodes that lack them: a spare holds nothing, and ranks may be on other nodes than before.
 
-Files in memory sent from one rank to another: plain TCP, the file's bytes unchanged.
-
-A process group does not fit: gloo connects each rank with every other at each start, NCCL takes nothing from host
-memory, and a thread that waits inside of either cannot be ended when its peer has died. The agents do not fit either:
-they must answer the supervisor each second, and do not know when a rank's file is complete.
-
-A receiver listens on the network of the ranks. Its address, and a token that proves a sender to be a rank, are
-published in the store that the ranks share. A sender begins with the token. Then it sends each file: a head, all
-tensors, and the description. The receiver answers with one byte as soon as its copy is complete.
+Files are sent over plain TCP. A process group does not fit: gloo connects each rank with every other at each start,
+NCCL takes nothing from host memory, and a thread that waits inside of either cannot be ended when its peer has died.
+The agents do not fit either: they must answer the supervisor each second. A receiver's address, and a token that proves
+a sender to be a rank, are published in the store that the ranks share. A sender begins with the token. It sends each
+file as a head, all tensors, and the description; the receiver answers with one byte as soon as its copy is complete.
 """
 
 from __future__ import annotations
@@ -111,14 +107,13 @@ class MemoryLoad:
     def _agree(self, newer_than: int) -> RestorePlan:
         slot = self._slot
         held = self._files.held() if slot.local_rank == 0 else []
-        own = MemoryReport(slot.node, slot.local_world_size, bool(slot.files), held)
+        own = MemoryReport(slot.rank - slot.local_rank, slot.local_world_size, bool(slot.files), held)
         if slot.rank:
             self._talk.report(dataclasses.asdict(own))
             return RestorePlan.from_json(self._talk.listen())
         # Rank 0 alone makes the plan, and all ranks follow it.
-        agreed = plan_restore(
-            {0: own, **{rank: MemoryReport(**report) for rank, report in self._talk.gather().items()}}, newer_than
-        )
+        others = {rank: MemoryReport(**report) for rank, report in self._talk.gather().items()}
+        agreed = plan_restore({0: own, **others}, newer_than)
         self._talk.tell(agreed.to_json())
         return agreed
 
@@ -147,7 +142,11 @@ class MemoryLoad:
         try:
             for transfer in agreed.transfers:
                 if transfer.source == rank:
-                    self._send(moment, transfer)
+                    with (
+                        closing(self._files.find(moment, transfer.of)) as file,
+                        closing(Sender(self._address_of(transfer.target))) as sender,
+                    ):
+                        sender.send(file, Role.SHARED if transfer.of is None else Role.OWN)
         except Exception:
             self._kv.set(failed, "1")  # waiting ranks learn of the failure before their timeout
             raise
@@ -162,14 +161,6 @@ class MemoryLoad:
             log.info("%d parts of the state in memory came from other nodes", expected)
         return True
 
-    def _send(self, moment: SavedStep, transfer: Transfer) -> None:
-        role = Role.SHARED if transfer.of is None else Role.OWN
-        with (
-            closing(self._files.find(moment, transfer.of)) as file,
-            closing(Sender(self._address_of(transfer.target))) as sender,
-        ):
-            sender.send(file, role)
-
     def _fill(self, places: State | Callable[[Manifest], State], moment: SavedStep) -> Loaded:
         """Fill ``places`` from this node's files, and verify every byte."""
         slot = self._slot
@@ -182,7 +173,8 @@ class MemoryLoad:
                 meta: Mapping[str, Any] = described["about"]["meta"]
                 for name, record in decode(dict[Name, TensorRecord], described["tensors"]).items():
                     check_size(record)
-                    found[name] = file.placed(record)
+                    parts = tuple(dataclasses.replace(part, file=file.name) for part in record.parts)
+                    found[name] = dataclasses.replace(record, parts=parts)
                 values |= decode(dict[Name, ValueRecord], described["about"]["values"])
             # Both parts are described like one checkpoint, so that the reader of checkpoints fills the state.
             manifest = Manifest(moment[1], slot.world_size, {}, meta, {}, found, values)
@@ -194,10 +186,7 @@ class MemoryLoad:
 
 @dataclass(frozen=True)
 class Transfer(JsonRecord):
-    """A part that rank ``source``, whose node holds it, sends to rank ``target``.
-
-    It is that of rank ``of``, or with None the common part.
-    """
+    """Rank ``source``, whose node holds the part of rank ``of`` (None: the common part), sends it to ``target``."""
 
     source: int
     target: int
@@ -225,10 +214,7 @@ class MemoryReport:
 
 
 def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> RestorePlan:
-    """Pick the newest moment with all parts held, and who sends which part.
-
-    Its step is above ``newer_than``.
-    """
+    """Pick the newest moment above step ``newer_than`` with all parts held, and who sends which part."""
     without = [rank for rank, report in sorted(reports.items()) if not report.has_files]
     if without:
         return RestorePlan(without=tuple(without))
@@ -276,15 +262,13 @@ _TOKEN_S = 10.0
 _GONE_S = 60
 
 
-#: Called with the role of a file: when it begins to come, to get its place, and when it is complete.
-Place = Callable[[Role], MemoryFile]
-Arrived = Callable[[Role], None]
-
-
 class Receiver:
-    """Receives the files that other ranks send, in a thread for each of them."""
+    """Receives the files that other ranks send, in a thread for each of them.
 
-    def __init__(self, address: str, place: Place, arrived: Arrived) -> None:
+    ``place`` is called with the role of a file that begins to come, and ``arrived`` when it is complete.
+    """
+
+    def __init__(self, address: str, place: Callable[[Role], MemoryFile], arrived: Callable[[Role], None]) -> None:
         self._place, self._arrived = place, arrived
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listening = network.listen(address)
@@ -347,12 +331,12 @@ class Sender:
 
     def send(self, file: MemoryFile, role: Role) -> None:
         """Send a complete file, and wait until the copy is complete. Raises OSError or EOFError."""
-        extent = file.extent()
-        assert extent is not None
-        end, described_bytes = extent
-        self._connection.sendall(_HEAD.pack(role, end, described_bytes))
+        found = file.description()
+        assert found is not None
+        end, described = found
+        self._connection.sendall(_HEAD.pack(role, end, len(described)))
         with (IN_MEMORY / file.name).open("rb") as source:
-            self._connection.sendfile(source, START, end - START + described_bytes)
+            self._connection.sendfile(source, START, end - START + len(described))
         _exactly(self._connection, len(_DONE))
 
     def close(self) -> None:
