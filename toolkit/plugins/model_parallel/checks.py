@@ -9,8 +9,6 @@ from toolkit.config.validation import StrategyChecks, whole_model_only
 
 
 class PipelineChecks(StrategyChecks):
-    """See :class:`toolkit.config.validation.StrategyChecks`."""
-
     def config(self, config: JobConfig) -> None:
         if config.optim.layer_decay is not None:
             raise whole_model_only("optim.layer_decay", config.strategy)
@@ -49,7 +47,7 @@ def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate:
     if given is not None and interleaved and given % stages:
         raise ConfigError(
             f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
-            f"as many micro-batches, and {given} is no multiple of {stages}"
+            f"as many micro-batches, and {given} is not a multiple of {stages}"
         )
     if given is not None and accumulate > given:
         raise ConfigError(
@@ -78,8 +76,6 @@ def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: i
 
 
 class TensorChecks(StrategyChecks):
-    """Those of ``strategy.name: tensor``."""
-
     def batch(self, config: JobConfig, ranks: int) -> None:
         super().batch(config, ranks)
         size, parts = config.data.global_batch_size, config.train.accumulate

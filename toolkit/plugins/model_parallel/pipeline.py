@@ -1,27 +1,24 @@
 """pipeline: each rank has some of the model's layers, and micro-batches pass through the ranks.
 
 The schedules are torch's: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377) and
-interleaved 1F1B (https://arxiv.org/abs/2104.04473), in which each rank has several stages. With p ranks and m
-micro-batches a rank idles (p - 1) / (m + p - 1) of a step, interleaved (p - 1) / (v * m + p - 1) with v stages on each.
+interleaved 1F1B (https://arxiv.org/abs/2104.04473), in which each rank has several stages.
 
 The ranks form a grid ``stages`` x ``replicas``. The ranks of one stage are consecutive, so those of a node sum
-gradients among themselves and a pipeline goes from node to node. All ranks of a pipeline hold the same share. Gradients
-are summed over the replicas after the last backward pass.
+gradients among themselves. All ranks of a pipeline hold the same share.
 
-Shapes must be the same in every micro-batch of a step. If a share does not divide evenly, shorter ones are filled up
-with a copy of their last sample, whose outputs the criterion never sees: gradients and loss are exact. (A batch norm
-sees it.)
+Shapes must be the same in every micro-batch of a step. Shorter ones are filled up with copies of their last sample,
+whose outputs the criterion never sees: gradients and loss are exact. (A batch norm sees it.)
 
-Random numbers. The loop seeds every stage alike, so all would drop out the same places. Each pass of a micro-batch
-through a stage therefore has a seed of its own, which follows from the step's seed, the stage and the micro-batch. It
-is the same in every schedule, and in a resume.
+The loop seeds every stage alike, so all would drop out the same places. Each pass of a micro-batch through a stage
+therefore has its own seed, from the step's seed, the stage and the micro-batch, in every schedule and in a resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,10 +107,7 @@ class Pipeline(CollectiveDefaults):
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Cut the model, take this rank's stages and prime.
-
-        Raises ConfigError if the model cannot be cut, a parameter gets no gradient, or compiling fails.
-        """
+        """Raises ConfigError if the model cannot be cut, a parameter gets no gradient, or compiling fails."""
         refuse_learnt(objective, "pipeline")
         samples = 0 if sample is None else sample.global_count
         check_pipeline(self._config, self._session.world_size, samples, self._train.accumulate)
@@ -210,8 +204,6 @@ class Pipeline(CollectiveDefaults):
         for name in ("_model", "_parts", "_forward_only", "_schedule", "_update", "_objective", "_batches", "_losses"):
             self.__dict__.pop(name, None)
 
-    # ------------------------------------------------------------------------------------------------ one step
-
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the global mean loss in ``.grad``. Returns this rank's part of each loss, by name."""
         self._batches = batch.split(self._micro_batches)
@@ -225,22 +217,17 @@ class Pipeline(CollectiveDefaults):
         inputs: tuple[Tensor, ...] = ()
         given: dict[str, Tensor] = {}
         if self._grid.is_first or self._hands_inputs:
-            whole = self._inputs()
+            rows: list[Tensor] = []
+            for part in self._batches:
+                own = _model_input(self._objective, part)
+                # Shorter micro-batches are filled up with copies of their last sample.
+                rows += [own, own[-1:].expand(self._size - len(own), *own.shape[1:])]
+            whole = torch.cat(rows)
             inputs = (whole,) if self._grid.is_first else ()
             given = {"given": whole} if self._hands_inputs else {}
         numbers = torch.arange(self._micro_batches) if self._grid.is_last else None
         self._schedule.step(*inputs, target=numbers, **self._no_outputs, **given)
         return self._complete(batch.global_count)
-
-    def _inputs(self) -> Tensor:
-        """Return the inputs of all micro-batches of the step, each of the same size."""
-        whole: list[Tensor] = []
-        for part in self._batches:
-            given = _model_input(self._objective, part)
-            # Shorter micro-batches are filled up with copies of their last sample.
-            copies = given[-1:].expand(self._size - len(given), *given.shape[1:])
-            whole += [given, copies]
-        return torch.cat(whole)
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
         """Return the loss of micro-batch ``number``. It is divided as if each sample of the global batch weighed one.
@@ -289,8 +276,6 @@ class Pipeline(CollectiveDefaults):
         if self._grid.replicas > 1:
             self._update.equalise(self._grid.first_replica, self._replica_group)
 
-    # ------------------------------------------------------------------------------------------------- priming
-
     def _prime(self, batch: Batch) -> None:
         """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
         objective = self._objective
@@ -311,10 +296,16 @@ class Pipeline(CollectiveDefaults):
         following: AbstractContextManager[None] = nullcontext()
         if self._grid.replicas > 1:
             following = self._update.following(self._grid.first_replica, self._replica_group)
-        with primed as checked, _errors_of_layers(), following:
+        with primed as checked, following:
             self._objective = checked
             self.own_time.start()
-            self._forward_backward(batch)
+            try:
+                self._forward_backward(batch)
+            except RuntimeError as error:
+                # Raise a layer's own error, which torch's pipelining hides behind one of its own.
+                if "failed to run forward" in str(error) and error.__cause__ is not None:
+                    raise error.__cause__ from None
+                raise
         self._objective = objective
         self.own_time.take()  # it may have compiled the model
         refuse_together(checked.refusal, without_gradient(self._model))
@@ -358,17 +349,6 @@ def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tens
     return args[0]
 
 
-@contextmanager
-def _errors_of_layers() -> Iterator[None]:
-    """Raise a layer's own error, which torch's pipelining hides behind one of its own."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "failed to run forward" in str(error) and error.__cause__ is not None:
-            raise error.__cause__ from None
-        raise
-
-
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Pipeline:
     """Return the strategy; its model is not built yet."""
     refuse_gloo_on_gpus(config.name, session)
@@ -384,13 +364,12 @@ def build_schedule(
     micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """Return the schedule ``name`` for ``modules``, this rank's stages.
+    """Return the schedule ``name`` for ``modules``, this rank's stages; ``line`` is the group of the pipeline's ranks.
 
-    ``line`` is the group of the pipeline's ranks. ``loss(outputs, target)`` is called on the rank of the last stage. It
-    divides by the samples of the global batch: torch scales no gradients.
+    The last stage's rank calls ``loss(outputs, target)``, which divides by all samples: torch scales no gradients.
     """
     if not hasattr(schedules, "_wait_batch_p2p"):  # torch < 2.8
-        schedules._batch_p2p = _Transfers.start  # type: ignore[assignment]  # as torch < 2.8 has it
+        schedules._batch_p2p = _start_all  # type: ignore[assignment]  # as torch < 2.8 has it
     stages = [
         PipelineStage(module, stage, grid.count, device, group=line)
         for module, stage in zip(modules, grid.stages, strict=True)
@@ -405,21 +384,16 @@ def build_schedule(
     return kind(stages[0], micro_batches, loss_fn=loss, **unscaled)
 
 
-class _Transfers:
-    """All transfers of a batch as one: torch < 2.8 keeps the last one only.
+def _start_all(transfers: list[dist.P2POp], desc: str | None = None) -> SimpleNamespace | None:
+    """Start a batch of transfers as one, as torch's ``_batch_p2p()``: that of torch < 2.8 keeps the last one only.
 
     Over gloo each tensor is a transfer of its own. A send that nobody keeps is dropped before it is done, and the ranks
     wait for each other for ever.
     """
+    works = dist.batch_isend_irecv(transfers) if transfers else []
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    @classmethod
-    def start(cls, transfers: list[dist.P2POp], desc: str | None = None) -> _Transfers | None:
-        """Start a batch, as torch's ``_batch_p2p()``. Return None if it is empty."""
-        return cls(dist.batch_isend_irecv(transfers)) if transfers else None
-
-    def wait(self) -> None:
-        for work in self._works:
+    def wait() -> None:
+        for work in works:
             work.wait()
+
+    return SimpleNamespace(wait=wait) if works else None

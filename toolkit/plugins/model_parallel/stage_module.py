@@ -55,12 +55,10 @@ class Grid:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank has the first stage."""
         return self.place == 0
 
     @property
     def is_last(self) -> bool:
-        """True if this rank has the last stage."""
         return self.place == self.ranks - 1
 
     @property
@@ -74,7 +72,6 @@ class Grid:
 
     @property
     def stages(self) -> range:
-        """Return this rank's stages."""
         return self.stages_of(self.rank)
 
 
@@ -158,10 +155,7 @@ class ForwardOnly:
         self._grid, self._line, self._stages, self._device = grid, line, stages, device
 
     def run(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs for each batch of inputs, on the last stage's rank. Batches may differ in size.
-
-        Every rank of the pipeline calls it.
-        """
+        """Return the outputs for each batch, of any size, on the last stage's rank. All ranks of the line call it."""
         outputs: list[Tensor] = []
         received: Tensor | None = None
         ranks, count = self._grid.ranks, self._grid.count
@@ -181,7 +175,7 @@ class ForwardOnly:
             # The first stage receives nothing: its input is the batch itself.
             if next_turn is not None and next_turn[0] > 0:
                 stage, number = next_turn
-                expected = self._stages[stage // self._grid.ranks].takes.empty(len(batches[number]), self._device)
+                expected = self._stages[stage // ranks].takes.empty(len(batches[number]), self._device)
             received = self._exchange(result, expected)
         return outputs
 
@@ -229,15 +223,26 @@ def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
 
     What all ranks have is `Replicated` as before. A tensor that some have is `Sharded` and whole on the first of them,
     which writes it. The others declare an empty part, also those that have the same tensor: after a load the first one
-    must send it to these. All ranks hold a copy of a value that is no tensor or has no dimensions.
+    must send it to these. All ranks hold a copy of a value that is not a tensor or has no dimensions.
     """
     whole = {name: entry for name, entry in own.items() if isinstance(entry, Replicated)}
     every = gather_objects({name: _describe(entry.value) for name, entry in whole.items()})
-    names = dict.fromkeys(name for of_rank in every for name in of_rank)
     shared: dict[str, Entry] = {}
-    for name in names:
-        by_rank = [of_rank.get(name) for of_rank in every]
-        shared[name] = _entry(whole.get(name), by_rank)
+    for name in dict.fromkeys(name for of_rank in every for name in of_rank):
+        first = next(rank for rank, of_rank in enumerate(every) if name in of_rank)
+        known: _Description = every[first][name]
+        entry = whole.get(name)
+        if entry is not None and (not known.shape or all(name in of_rank for of_rank in every)):
+            shared[name] = entry
+        elif not known.shape:  # small: every rank holds a copy
+            shared[name] = Replicated(known.value)
+        else:
+            # The first rank that has the tensor writes it; the others declare an empty part.
+            part = torch.empty((0, *known.shape[1:]), dtype=known.dtype)
+            if entry is not None and first == dist.get_rank():
+                assert isinstance(entry.value, Tensor)
+                part = entry.value.detach()
+            shared[name] = Sharded(part, known.shape, (0,) * len(known.shape))
     return {name: entry for name, entry in own.items() if name not in whole} | shared
 
 
@@ -245,22 +250,3 @@ def _describe(value: Any) -> _Description:
     if not isinstance(value, Tensor):
         return _Description(value, None, None)
     return _Description(None if value.ndim else value.detach().cpu(), tuple(value.shape), value.dtype)
-
-
-def _entry(own: Replicated | None, descriptions: list[_Description | None]) -> Entry:
-    first = next(rank for rank, description in enumerate(descriptions) if description is not None)
-    known = descriptions[first]
-    assert known is not None
-    # All ranks have it, or this rank has it and it is small.
-    if own is not None and (None not in descriptions or not known.shape):
-        return own
-    # Small: every rank holds a copy.
-    if not known.shape:
-        return Replicated(known.value)
-    # The first rank that has the tensor writes it; the others declare an empty part.
-    if own is not None and first == dist.get_rank():
-        assert isinstance(own.value, Tensor)
-        part = own.value.detach()
-    else:
-        part = torch.empty((0, *known.shape[1:]), dtype=known.dtype)
-    return Sharded(part, known.shape, (0,) * len(known.shape))

@@ -1,13 +1,9 @@
 """Cuts a model, as a chain of layers, into the stages of a pipeline.
 
-A model that can be cut hands one tensor from layer to layer and does nothing else between them. That is checked in two
-passes, one in evaluation mode and one in training mode, so such a model needs no code for it. A layer's argument must
-be the very tensor that the layer before it returned, and no random number may be drawn between them. A second argument
-may be the model's own input, which every rank of a pipeline has.
-
-Layers are the model's children. ``Sequential``, ``ModuleList`` and modules that hold blocks (strategies/models.py) are
-opened, a block is not. A stage calls its layers one after the other. The other layers are deleted from its model,
-so every name stays that of the whole model.
+Such a model hands one tensor from layer to layer and does nothing else between them, but that a layer may also be given
+the model's input. Two passes check that, one in evaluation mode and one in training mode. Layers are the model's
+children; ``Sequential``, ``ModuleList`` and modules that hold blocks (strategies/models.py) are opened, a block is not.
+Other stages' layers are deleted from the model, so every name stays that of the whole model.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     ``split`` names the layers that begin a stage, except the first one. Without it the cost of the largest stage is as
     small as possible; a layer costs the floating-point operations of its forward pass and one for each parameter. Each
     stage has a parameter to train, and a layer without parameters stays with the one before it. The cut depends on the
-    model and the shape of ``inputs`` only. Raises ConfigError for a model that is no chain, has fewer layers than
+    model and the shape of ``inputs`` only. Raises ConfigError for a model that is not a chain, has fewer layers than
     stages, or shares parameters between them.
     """
     # Both modes must call the same layers, and parameters must belong to layers that are called.
@@ -88,7 +84,12 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     found = StagePlan(cut, tuple(idle), frozenset(call.name for call in calls if call.takes_input))
     # Refuse cuts that cannot be trained.
     _refuse_shared(model, found)
-    _refuse_empty(model, found)
+    for number, layers_of_stage in enumerate(cut):
+        if not any(_trains(model.get_submodule(name)) for name in layers_of_stage):
+            raise ConfigError(
+                f"strategy.pipeline.split: stage {number} ({listing(list(layers_of_stage), 5)}) has no parameter to "
+                "train; move the boundary"
+            )
     bent = [calls[end - 1].name for end in ends if calls[end - 1].rows != (len(inputs),)]
     if bent:
         raise ConfigError(
@@ -131,14 +132,8 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     return dict(inside(model, ""))
 
 
-# -------------------------------------------------------------------------------------------- watching one pass
-
-
 class _CallRecorder:
-    """Records the calls of layers in one pass.
-
-    Raises ConfigError if more happens than that one tensor is handed from layer to layer.
-    """
+    """Records the calls of layers in one pass. Raises ConfigError if more happens than that they hand one tensor on."""
 
     def __init__(self, inputs: Tensor, counter: FlopCounterMode, mode: str) -> None:
         self.calls: list[_Call] = []
@@ -157,7 +152,7 @@ class _CallRecorder:
         if kwargs or not 1 <= len(args) <= 2 or any(other is not self._inputs for other in args[1:]):
             count = len(args) + len(kwargs)
             raise ConfigError(f"strategy.name: {name} is called with {count} arguments; {_HINT}")
-        self._check(args[0], name)
+        self.check(args[0], name)
         self._began = self._counter.get_total_flops()
 
     def after(self, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -168,14 +163,12 @@ class _CallRecorder:
         self.calls.append(_Call(name, layer, cost, output.shape[:1], len(args) == 2))
         self._hand(name, output)
 
-    def end(self, output: Any) -> None:
-        self._check(output, "the model's output")
-
     def _hand(self, name: str, tensor: Tensor) -> None:
         self._name, self._tensor, self._version = name, tensor, tensor._version
         self._random = random_state()
 
-    def _check(self, found: Any, name: str) -> None:
+    def check(self, found: Any, name: str) -> None:
+        """Raise ConfigError unless ``found``, which ``name`` is given, is what the last layer returned."""
         does = None
         # An operation in place shows in the tensor's version.
         if found is not self._tensor or found._version != self._version:
@@ -208,7 +201,7 @@ def _watch(model: nn.Module, inputs: Tensor, *, training: bool) -> list[_Call]:
             # As in modes.in_training(): only a model that is in evaluation mode as a whole is changed.
             elif not model.training:
                 model.train()
-            watch.end(model(inputs))
+            watch.check(model(inputs), "the model's output")
         finally:
             for handle in handles:
                 handle.remove()
@@ -226,14 +219,8 @@ def _refuse_other_calls(evaluation: Sequence[_Call], training: Sequence[_Call]) 
         )
 
 
-# ------------------------------------------------------------------------------------------------------ cutting
-
-
 def _groups(calls: Sequence[_Call]) -> list[tuple[int, int]]:
-    """Return ``(first call, cost)`` of each group of layers.
-
-    A group is a layer with parameters to train and those without that follow it.
-    """
+    """Return ``(first call, cost)`` of each layer with parameters to train, with those without that follow it."""
     firsts = [number for number, call in enumerate(calls) if _trains(call.layer)]
     firsts[:1] = [0]
     ends = [*firsts[1:], len(calls)]
@@ -242,10 +229,7 @@ def _groups(calls: Sequence[_Call]) -> list[tuple[int, int]]:
 
 
 def _even_starts(groups: Sequence[tuple[int, int]], stages: int) -> list[int]:
-    """Return the first call of each stage, with the largest stage as small as possible.
-
-    Of several such cuts it is the most even one.
-    """
+    """Return the first call of each stage, with the largest one as small as possible; of such cuts the most even."""
     if len(groups) < stages:
         raise ConfigError(
             f"strategy.mesh.stages: this model has {len(groups)} layers with parameters to train, too few for {stages} "
@@ -290,9 +274,6 @@ def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
     return starts
 
 
-# ----------------------------------------------------------------------------------------------------- refusals
-
-
 def owner(name: str, layers: Sequence[str]) -> str | None:
     """Return the one of ``layers`` that ``name`` is, or is inside of."""
     return next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), None)
@@ -315,15 +296,6 @@ def _refuse_shared(model: nn.Module, found: StagePlan) -> None:
             raise ConfigError(
                 f"strategy.name: {' and '.join(names[tensor])} are one parameter, and belong to different stages of "
                 "the pipeline; give each layer its own, keep them in one stage (strategy.pipeline.split), or use fsdp"
-            )
-
-
-def _refuse_empty(model: nn.Module, found: StagePlan) -> None:
-    for number, names in enumerate(found.stages):
-        if not any(_trains(model.get_submodule(name)) for name in names):
-            raise ConfigError(
-                f"strategy.pipeline.split: stage {number} ({listing(list(names), 5)}) has no parameter to train; "
-                "move the boundary"
             )
 
 

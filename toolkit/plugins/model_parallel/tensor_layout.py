@@ -1,11 +1,9 @@
-"""tensor: ranks of a group compute each layer together.
+"""tensor: ranks of a group compute each layer together. With more ranks there are copies of such groups.
 
-With more ranks there are copies of such groups (see plan.py, and mesh.py of the layouts).
-
-Why it is right: the ranks of a group get the same samples and the same random numbers, so all that is not cut is equal
-on them, bit for bit, and stays equal. Where each rank sees only a part of a sequence, the gradients of what is not cut
-are parts of a sum, which is taken once a step. Between the copies gradients are averaged after the backward pass, in a
-fixed order. With ``strategy.mesh.shards`` the parts are sharded over ranks as well (:class:`CutShards`).
+The ranks of a group get the same samples and random numbers, so all that is not cut stays equal on them, bit for bit.
+Where each rank sees only a part of a sequence, the gradients of what is not cut are parts of a sum, which is taken once
+a step. Between the copies gradients are averaged after the backward pass, in a fixed order. With
+``strategy.mesh.shards`` the parts are sharded over ranks as well (:class:`CutShards`).
 """
 
 from __future__ import annotations

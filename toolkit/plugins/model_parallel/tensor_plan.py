@@ -1,8 +1,7 @@
-"""`strategy.tensor_plan`, or the model's own plan: which layers are cut over ranks, and how.
+"""`strategy.tensor_plan`, or the model's attribute of this name: which layers are cut over ranks, and how.
 
-A group of ranks computes these layers together. A plan maps names of layers to a style; in them ``*`` stands for
-anything between two dots (``blocks.*.attend``). The styles are those of Megatron-LM (https://arxiv.org/abs/1909.08053),
-by torch's ``parallelize_module``:
+A plan maps names of layers to a style; in them ``*`` stands for anything between two dots (``blocks.*.attend``). The
+styles are those of Megatron-LM (https://arxiv.org/abs/1909.08053), by torch's ``parallelize_module``:
 
 * ``colwise``: a rank computes some of a Linear's outputs, and what follows works on these: whole heads, hidden units.
 * ``colwise:3``: the same for a Linear whose outputs are three things in a row (q, k and v; gate and up are two): a rank
@@ -12,13 +11,11 @@ by torch's ``parallelize_module``:
 * ``gathered``: like ``colwise``, but every rank gets all outputs: a model's last layer.
 * ``sequence``: not cut. With `strategy.sequence_parallel` such a layer (a norm, dropout) works on a part of each
   sequence (https://arxiv.org/abs/2205.05198): inputs are (n, length, width), and between ``rowwise`` and ``colwise``
-  each rank has its part of the length. Without it, such a layer works on the whole sequence, on every rank alike.
+  each rank has its part of the length.
 
-A model carries its own plan as an attribute ``tensor_plan``; a plan in the config replaces it. Without any plan, every
-plain Linear is ``gathered``: right whatever the model does with it, but slower than a plan.
-
-A plan assumes something about the model. Where that does not hold, the ranks would silently train something else. So
-the model that is cut is compared with the whole model before the first step (:class:`WholePass`).
+Without any plan, every plain Linear is ``gathered``: right whatever the model does with it, but slower. Where a plan
+does not hold, the ranks would silently train something else, so the cut model is first compared with the whole one
+(:class:`WholePass`).
 """
 
 from __future__ import annotations
@@ -61,10 +58,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Where the layers are cut.
-
-    ``layers`` is `strategy.tensor_plan`, empty for the model's own; ``sequence`` is `strategy.sequence_parallel`.
-    """
+    """`strategy.tensor_plan`, empty for the model's own, and `strategy.sequence_parallel`."""
 
     layers: Mapping[str, str]
     sequence: bool = False
@@ -82,7 +76,7 @@ class TensorPlan:
         # parallelize_module makes new parameters: shared and frozen ones are noted here and restored below.
         ties, frozen = tied(model), [name for name, p in model.named_parameters() if not p.requires_grad]
         # The last moment at which rank 0 still has the whole model to compare with.
-        cut = CutLayers.before(model, styles, trial, mesh.size(), sequence=self.sequence)
+        cut = CutLayers(model, styles, trial, mesh.size(), sequence=self.sequence)
         for names in ties:
             if any(name in cut.fused for name in names):
                 raise ConfigError(
@@ -115,12 +109,11 @@ class TensorPlan:
         layers = self.layers or getattr(model, "tensor_plan", {})
         if not layers:
             # No subclass of Linear: torch's attention takes the weights of one without calling it.
-            linear = [name for name, m in model.named_modules() if type(m) is nn.Linear]
-            gathered = {name: "gathered" for name in linear if _outputs(model.get_submodule(name)) >= ranks}
+            named = model.named_modules()
+            gathered = {name: "gathered" for name, m in named if type(m) is nn.Linear and m.out_features >= ranks}
             if self.sequence or not gathered:
-                what = "strategy.sequence_parallel"
-                if not self.sequence:
-                    what = "a model without a Linear layer that can be cut"
+                without = "a model without a Linear layer that can be cut"
+                what = "strategy.sequence_parallel" if self.sequence else without
                 raise ConfigError(
                     f"strategy.tensor_plan: {what} needs a plan, and neither the config nor the model has one"
                 )
@@ -140,45 +133,38 @@ class TensorPlan:
         return {name: found[name] for name, _ in model.named_modules() if name in found}
 
 
-@dataclass(frozen=True)
 class CutLayers:
-    """The layers that a group of ranks computes together."""
+    """The layers that a group of ranks computes together. Made while ``model`` is whole."""
 
-    styles: Mapping[str, str]
-    #: The parameters that are cut in several parts: the number of parts, and of ranks.
-    fused: Mapping[str, tuple[int, int]]
-    sequence: bool
-    whole: WholePass
-
-    @classmethod
-    def before(
-        cls, model: nn.Module, styles: Mapping[str, str], trial: TrialPass, ranks: int, *, sequence: bool
-    ) -> CutLayers:
-        """Describe the cut of ``model`` while the model is whole."""
-        fused: dict[str, tuple[int, int]] = {}
+    def __init__(
+        self, model: nn.Module, styles: Mapping[str, str], trial: TrialPass, ranks: int, *, sequence: bool
+    ) -> None:
+        self._styles, self._sequence = styles, sequence
+        #: The parameters that are cut in several parts: the number of parts, and of ranks.
+        self.fused: dict[str, tuple[int, int]] = {}
         dimensions: dict[str, int | None] = {}
         for name, style in styles.items():
             layer = model.get_submodule(name)
             kind, parts = tensor_style("strategy.tensor_plan", style, TENSOR_STYLES)
             if parts > 1:
-                fused |= {f"{name}.{own}": (parts, ranks) for own, _ in layer.named_parameters(recurse=False)}
+                self.fused |= {f"{name}.{own}": (parts, ranks) for own, _ in layer.named_parameters(recurse=False)}
             # The dimension of the layer's input of which a rank gets a part; WholePass compares accordingly.
             takes_columns = kind == "rowwise" and isinstance(layer, nn.Linear)
             dimensions[name] = -1 if takes_columns else _LENGTH if sequence else None
-        return cls(styles, fused, sequence, WholePass(model, dimensions, trial))
+        self._whole = WholePass(model, dimensions, trial)
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, *, bf16: bool = False) -> None:
         """Raise ConfigError if the cut ``model`` computes other numbers than the whole one. All ranks raise it."""
-        found = self.whole.compare(model, mesh, TOLERANCE_BF16 if bf16 else TOLERANCE)
+        found = self._whole.compare(model, mesh, TOLERANCE_BF16 if bf16 else TOLERANCE)
         if found is None:
             return
         # The cause lies between the last layer known to agree and the first one that differs.
         layer, before = found
-        named = [f"{name} ({self.styles[name]})" for name in [*before, layer] if name in self.styles]
+        named = [f"{name} ({self._styles[name]})" for name in [*before, layer] if name in self._styles]
         why = (
             " With strategy.sequence_parallel a rank has a part of each sequence there: positions from a buffer, sums "
             "and means over places need the whole; move them into a layer that the plan leaves out, or set it to false."
-            if self.sequence
+            if self._sequence
             else ""
         )
         raise ConfigError(
@@ -225,13 +211,6 @@ def _layers(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in found))
 
 
-def _outputs(layer: nn.Module) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else 0
-
-
-# ------------------------------------------------------------------------------------------------------ refusals
-
-
 def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
     """Raise ConfigError if this number of ranks cannot cut the layer ``name`` in this style."""
     layer = model.get_submodule(name)
@@ -244,10 +223,11 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
             "of other layers only sequence is known"
         )
     # The width of the dimension that is cut.
+    rowwise = style == "rowwise"
     if isinstance(layer, nn.Linear):
-        width = layer.in_features if style == "rowwise" else layer.out_features
+        width, what = (layer.in_features, "inputs") if rowwise else (layer.out_features, "outputs")
     else:
-        width = layer.num_embeddings if style == "rowwise" else layer.embedding_dim
+        width, what = (layer.num_embeddings, "rows") if rowwise else (layer.embedding_dim, "outputs")
     if parts > 1 and (not isinstance(layer, nn.Linear) or width % parts):
         raise ConfigError(
             f"strategy.tensor_plan: {name} does not have outputs in {parts} equal parts, for colwise:{parts} "
@@ -255,10 +235,10 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
         )
     width //= parts
     # Outputs that are gathered, and an Embedding's rows, may be shared unevenly.
-    may_be_uneven = style == "gathered" or (style == "rowwise" and isinstance(layer, nn.Embedding))
+    may_be_uneven = style == "gathered" or (rowwise and isinstance(layer, nn.Embedding))
     if width < ranks or (width % ranks and not may_be_uneven):
         raise ConfigError(
-            f"strategy.mesh.tensor: {ranks} ranks cannot share the {width} {_what(layer, style)} of {name} evenly; use "
+            f"strategy.mesh.tensor: {ranks} ranks cannot share the {width} {what} of {name} evenly; use "
             "a number of ranks that divides it"
         )
     # No part may cut a head in two.
@@ -270,12 +250,6 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
                 f"strategy.mesh.tensor: {ranks} ranks cannot share the {heads} heads of {parent or 'the model'} "
                 f"({attribute}); use a number of ranks that divides it"
             )
-
-
-def _what(layer: nn.Module, style: str) -> str:
-    if style == "rowwise":
-        return "inputs" if isinstance(layer, nn.Linear) else "rows"
-    return "outputs"
 
 
 def _refuse_length(ranks: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -313,9 +287,6 @@ def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 def _is_cut(parameter: Tensor) -> bool:
     """True if it belongs to a layer in the plan, by its mesh. Other parameters have no mesh, or the data's."""
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-# ------------------------------------------------------------------------------------------------- shared weights
 
 
 def tied(model: nn.Module) -> list[list[str]]:
@@ -396,10 +367,7 @@ class WholePass:
         return from_rank(0, difference)  # type: ignore[no-any-return]
 
     def _first_difference(self, every: Tensor, tolerance: float) -> tuple[str, list[str]] | None:
-        """Return what :meth:`compare` does, on rank 0.
-
-        ``every`` is (ranks, layers, SAMPLED); NaN: the rank lacks the value.
-        """
+        """Return what :meth:`compare` does. ``every`` is (ranks, layers, SAMPLED); NaN: the rank lacks the value."""
         since: list[str] = []
         for number, (name, (_, whole)) in enumerate(self._seen.items()):
             parts = every[:, number]
