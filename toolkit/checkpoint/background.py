@@ -118,10 +118,9 @@ class CuttableClient:
 
 
 class BackgroundSave:
-    """One save that is being written by a thread of its own.
+    """One save, which ``write`` writes in a thread.
 
-    ``write`` runs in that thread. Its error is stored in ``error`` as a CheckpointError. Unless the save was given up,
-    ``note_error`` gets the step and the error at once.
+    An error is stored in ``error`` as a CheckpointError. Unless the save was given up, ``note_error`` gets it at once.
     """
 
     #: Seconds that `abandon` waits: an fsync cannot be interrupted.

@@ -218,8 +218,7 @@ class CheckpointFolder:
     def manifest(self, path: Path, *, sizes: bool = True) -> Manifest:
         """Return the manifest at `path`. Raises CorruptCheckpointError as `verify` does.
 
-        ``sizes``: check every file's size, too. One rank does that for all: otherwise a thousand ranks would look at a
-        thousand files each.
+        ``sizes``: check every file's size, too, which one rank does for all: a thousand ranks have a thousand files.
         """
         manifest = manifests.read(path)
         if manifest.step != step_of(path):

@@ -121,10 +121,9 @@ def fill_state(
     world_size: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Fill one rank's `places` from the files in `path`, and verify what is read.
+    """Fill one rank's `places` from the files in `path`, which `manifest` describes, and verify what is read.
 
-    `manifest` describes the files. Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest
-    is wrong.
+    Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest is wrong.
     """
     state = places(manifest) if callable(places) else places
     # Compare everything first: a checkpoint that does not fit is refused before any tensor is filled.
@@ -218,8 +217,7 @@ def _propose(read: Callable[[str], Loaded], talk: Exchange, name: str) -> tuple[
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
     """Return the names in the checkpoint whose values belong into `entry`.
 
-    It is `name` itself. Where the world size differs and the state asks for an average, it is the name of each rank
-    that stored a value.
+    It is `name` itself, or each rank's where the world size differs and the state asks for an average.
     """
     if manifest.world_size == world_size or not _averages(entry):
         return [name]

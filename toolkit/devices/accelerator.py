@@ -144,8 +144,7 @@ def opened() -> Any:
 def seed(number: int) -> None:
     """Seed the generators of all devices, if one has been opened. The current one gets ``number``, whatever its index.
 
-    Only ``strategy.name: dp`` uses others: each gets its own numbers, or the parts of a batch would have the same
-    dropout masks.
+    Only ``strategy.name: dp`` uses others: with equal numbers the parts of a batch would have equal dropout masks.
     """
     module = opened()
     if module is None:

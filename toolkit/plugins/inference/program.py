@@ -136,10 +136,9 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
 
 
 def compile_program(model: nn.Module, example: Tensor, program: Path, path: Path) -> Trial:
-    """Compile the file ``program`` to machine code, as ``path``.
+    """Compile the file ``program`` to machine code for processors like this one, as ``path``.
 
-    It runs on processors like this one, and on no other. Raises JobFailedError where that fails, or its result differs
-    from ``model``.
+    Raises JobFailedError where that fails, or its result differs from ``model``.
     """
     try:
         torch._inductor.aoti_compile_and_package(torch.export.load(program), package_path=str(path))

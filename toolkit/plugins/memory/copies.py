@@ -261,11 +261,10 @@ class Memory:
     def load(
         self, places: State | Callable[[Manifest], State], kv: KeyValue | None, newer_than: int | None
     ) -> Loaded | None:
-        """Fill ``places`` with the newest state that the ranks' nodes hold.
+        """Fill ``places`` with the newest state that the ranks' nodes hold, above rank 0's ``newer_than``.
 
-        Its step must be above rank 0's ``newer_than``. Every rank calls it once, before it writes, and all return a
-        state, or all None. Raises CorruptCheckpointError on all ranks where one found its copy damaged: what was filled
-        by then must be filled again from a checkpoint. That step is not offered again.
+        Every rank calls it once, before it writes, and all return a state, or all None. Raises CorruptCheckpointError
+        on all ranks where one found its copy damaged: what was filled by then must be filled again from a checkpoint.
         """
         loading = MemoryLoad(self._slot, self._files, self._attempt, kv)
         # Publish where others can send to, before anyone is asked to send.

@@ -189,10 +189,9 @@ class Blocks:
         return mean.view(-1)
 
     def _again(self, received: Tensor, own: Tensor) -> Tensor:
-        """Return the mean of what all ranks sent for our part, encoded.
+        """Return the mean of what all ranks sent for our part, added up in the order of the ranks, encoded.
 
-        It is added up in the order of the ranks. This second rounding changes the sum for all ranks. This rank keeps
-        the whole difference, in ``own``.
+        This second rounding changes the sum for all ranks. This rank keeps the whole difference, in ``own``.
         """
         message = self._message(own)
         theirs = [self._chunks(own, row) for row in received]

@@ -113,11 +113,7 @@ class StageModule(nn.Module):
         precision: Callable[[], AbstractContextManager[object]],
         device: torch.device,
     ) -> None:
-        """Make a stage of ``chain``.
-
-        ``number`` sets its random numbers apart from those of other stages; stages are as many numbers apart as there
-        are micro-batches.
-        """
+        """``number`` sets its random numbers apart: stages are as many numbers apart as there are micro-batches."""
         super().__init__()
         self.chain = chain
         self._number, self._precision, self._device = number, precision, device
@@ -191,10 +187,9 @@ class ForwardOnly:
         return (lap * self._grid.ranks + self._grid.place, number) if number < batches else None
 
     def _exchange(self, result: Tensor | None, wanted: Tensor | None) -> Tensor | None:
-        """Send ``result`` to the next rank and fill ``wanted`` from the previous one.
+        """Send ``result`` to the next rank and fill ``wanted`` from the previous one; after the last comes the first.
 
-        After the last rank comes the first. Both go in one batch of operations, so that no order in which a backend
-        makes them can block.
+        Both go in one batch of operations, so that no order in which a backend makes them can block.
         """
         place, ranks = self._grid.place, self._grid.ranks
         following = dist.get_global_rank(self._line, (place + 1) % ranks)

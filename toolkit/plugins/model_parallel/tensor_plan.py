@@ -341,10 +341,9 @@ class WholePass:
         self._seen[name] = tuple(tensor.shape), _some(tensor, tuple(tensor.shape), None, 0)
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, tolerance: float) -> tuple[str, list[str]] | None:
-        """Return the first layer whose input differs from the whole model's, or None.
+        """Return the first layer whose input differs from the whole model's, and those since the last equal one.
 
-        With it come the layers called since the last one whose input was equal. The result is the same on all ranks,
-        which all call it.
+        None if there is no difference. The result is the same on all ranks, which all call it.
         """
         group, ranks, here = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         # Rank 0 says which calls it has recorded; every rank then samples its part of the same places.
@@ -408,10 +407,9 @@ def _pass(model: nn.Module, layers: Collection[str], trial: TrialPass, keep: Cal
 
 
 def _some(tensor: Tensor, shape: tuple[int, ...], cut: int | None, here: int) -> Tensor:
-    """Return (SAMPLED,) values of a tensor of ``shape``.
+    """Return (SAMPLED,) values of a tensor of ``shape``, of which ``tensor`` may be part ``here`` along ``cut``.
 
-    ``tensor`` may be part ``here`` of it along dimension ``cut``. NaN stands for values that lie on another rank, and
-    for all of a tensor that is not such a part.
+    NaN stands for values that lie on another rank, and for all of a tensor that is not such a part.
     """
     # Seed and sizes are those of the whole tensor, so every rank draws the same places.
     draw = torch.Generator().manual_seed(len(shape))

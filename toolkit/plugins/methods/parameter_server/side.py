@@ -59,11 +59,7 @@ class Side:
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Build this rank's side.
-
-        Raises ConfigError, on all ranks, if a worker would have no sample or a parameter no gradient, or if the
-        optimizer keeps something that cannot be cut like a parameter.
-        """
+        """Raises ConfigError, on all ranks, for too few samples, an unused parameter, or slots that cannot be cut."""
         refuse_learnt(objective, "parameter_server")
         # Connections first, since making them is a collective. Messages are read only once all ranks agree.
         # Servers have one to every rank, workers to the servers.
@@ -156,10 +152,9 @@ class Side:
         }
 
     def settle(self) -> None:
-        """Give all ranks the newest weights, and the buffers of the first worker.
+        """Give all ranks the newest weights (in ``sync`` mode workers have them), and the first worker's buffers.
 
-        When all ranks have come to here, every ticket is applied. In ``sync`` mode workers have the newest weights
-        already.
+        When all ranks have come to here, every ticket is applied.
         """
         if self._settled:
             return
@@ -298,10 +293,9 @@ def declared(name: str, value: Tensor | Json, cut: Cut | None, server: int | Non
 
 
 class Flat:
-    """The places of tensors like those of ``like`` in one message.
+    """The places of tensors like those of ``like`` in one message, (``nbytes``,) uint8 in host memory.
 
-    The message is (``nbytes``,) uint8, in host memory. Tensors on a GPU are packed there. The message is page-locked
-    then, and one copy takes it across.
+    Tensors on a GPU are packed there. The message is page-locked then, and one copy takes it across.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
