@@ -39,7 +39,7 @@ class Entry:
     build: str | None = None
     classes: int | None = 10
     names: tuple[str, ...] = ()
-    check: Callable[[DataConfig], None] | None = None
+    check: Callable[[DataConfig], object] | None = None
     fetch: str | None = None
     package: tuple[str, str, str] | None = None  #: what it needs, as :func:`~.torch_version.refuse_missing` takes it
 

@@ -177,14 +177,13 @@ class StreamLoader:
 
     def samples(self, step: int) -> list[int]:
         """Return the positions of the samples that ``at(step)`` gives; they have no index."""
-        start, stop = self._sampler.bounds_of(step)
-        return list(range(start, stop))
+        return list(range(*self._sampler.bounds_of(step)))
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         raise AssertionError("streams keep their shares")
 
     def fingerprint(self) -> str | None:
-        """Return None. A stream does not tell what it holds, and each rank has another one."""
+        """Return None: a stream does not reveal what it holds."""
         return None
 
     def global_samples(self, step: int) -> list[int]:
@@ -228,7 +227,7 @@ class _StreamSampler:
         self.begin(0, None)
 
     def begin(self, step: int, state: str | None) -> None:
-        """Have ``step`` begin at the stream's ``state`` from now on."""
+        """Have ``step`` begin at the stream's ``state``."""
         self._begins, self._state = step, state
 
     def bounds_of(self, step: int) -> tuple[int, int]:

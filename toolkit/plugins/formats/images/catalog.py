@@ -72,10 +72,6 @@ def _check(config: DataConfig) -> None:
         )
 
 
-def _check_folder(config: DataConfig) -> None:
-    class_names(data_root(config.root))
-
-
 def no_fetch(name: str, root: str | None) -> str:
     """Refuse to fetch photographs, and say where they belong."""
     place = data_root(root)
@@ -98,7 +94,7 @@ IMAGE_FOLDER = Entry(
     (3, 224, 224),
     build=f"{_HERE}.photographs:build",
     classes=None,
-    check=_check_folder,
+    check=lambda config: class_names(data_root(config.root)),
     fetch=f"{_HERE}.catalog:no_fetch",
     package=TORCHVISION,
 )

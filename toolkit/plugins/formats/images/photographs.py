@@ -1,11 +1,4 @@
-"""Folders of photographs. Each is read and cropped alone, and prepared like torchvision's reference does it.
-
-Decoded images in memory, shared by the data workers of all ranks on a node.
-
-The node's agent holds the file, so that ranks which start again find it filled. The kernel frees it when the agent
-ends in any way. Without an agent each rank has a file of its own, which ends with it and its workers. The layout: the
-key (two words), where the next image goes, a row (start, height, width) for each image, and the pixels.
-"""
+"""Folders of photographs, each read and prepared as in torchvision's reference, and their mixing in pairs."""
 
 from __future__ import annotations
 
@@ -42,7 +35,7 @@ _STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def build(config: DataConfig) -> Datasets:
-    """Return the images in ``root/train`` and ``root/val``, a folder for each class. Each is read and cropped alone."""
+    """Return the images in ``root/train`` and ``root/val``, which have a folder for each class."""
     root, shape, images = data_root(config.root), sample_shape(config), config.images
     val_size = images.val_size or shape[1]
     resize = images.val_resize or round(val_size * 256 / 224)  # as for ImageNet
@@ -131,7 +124,7 @@ class Photographs:
         return images, targets
 
     def fingerprint(self) -> str:
-        """Return the digest of the names and classes; see :mod:`toolkit.data.fingerprint`."""
+        """Return the digest of the names and classes."""
         return self._fingerprint
 
     def _opened(self, index: int) -> Tensor:
@@ -219,10 +212,12 @@ _CHANNELS = 3
 
 
 class PixelCache:
-    """Pixels (h, w, 3) uint8 of images by number, in at most ``most_bytes``.
+    """Pixels (h, w, 3) uint8 of images by number, in at most ``most_bytes``, for the workers of all ranks on a node.
 
-    An image that does not fit is not kept. ``key`` identifies the data set. Make it before the workers are forked.
-    Raises ConfigError for more memory than there is.
+    The node's agent holds the file, so restarted ranks find it filled; the kernel frees it when the agent ends. Without
+    an agent each rank has its own. The layout: the key (two words), where the next image goes, a row (start, height,
+    width) for each image, and the pixels. An image that does not fit is not kept. ``key`` identifies the data set. Make
+    the cache before the workers are forked. Raises ConfigError for more memory than there is.
     """
 
     def __init__(self, count: int, most_bytes: int, key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ def build(config: DataConfig) -> Datasets:
             f"    {fetch_command(config.name, other)}\nand set data.root={other}"
         ) from error
     train, test = (_tensors(part) for part in parts)
-    augmentation = _moved_and_mirrored if config.name == "cifar10" else _moved
-    return in_memory(config, train, test, *_STATISTICS[config.name], augmentation(config))
+    return in_memory(config, train, test, *_STATISTICS[config.name], _augmentation(config))
 
 
 def _tensors(part: Any) -> tuple[Tensor, Tensor]:
@@ -55,14 +55,10 @@ def _tensors(part: Any) -> tuple[Tensor, Tensor]:
     return images, torch.as_tensor(part.targets, dtype=torch.int64)
 
 
-def _moved(config: DataConfig) -> Callable[[Tensor], Callable[[Tensor], Tensor]]:
-    return lambda background: RandomShift(2, background)
-
-
-def _moved_and_mirrored(config: DataConfig) -> Callable[[Tensor], Callable[[Tensor], Tensor]]:
+def _augmentation(config: DataConfig) -> Callable[[Tensor], Any]:
+    """Return what makes the random change for a background (c, 1, 1): a shift, and for CIFAR-10 also mirroring."""
+    if config.name != "cifar10":
+        return partial(RandomShift, 2)
     pixels = max(sample_shape(config)[1] // 8, 1)  # 4 of 32
-
-    def augmentation(background: Tensor) -> Any:
-        return transforms().Compose([RandomShift(pixels, background), transforms().RandomHorizontalFlip()])
-
-    return augmentation
+    v2 = transforms()
+    return lambda background: v2.Compose([RandomShift(pixels, background), v2.RandomHorizontalFlip()])

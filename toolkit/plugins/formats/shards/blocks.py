@@ -1,13 +1,4 @@
-"""The blocks of shards in memory: those in use, and those that threads read ahead.
-
-A shuffled order for data that is read in blocks.
-
-It is a function of (seed, position) and of nothing else. An epoch is one sequence: the blocks in a permuted order, the
-samples of each permuted among themselves. It is cut into lanes of equal length. Every global batch takes its first
-samples from the first lane, the next from the second, and so on, each lane from where it stood. So a batch mixes
-samples of as many blocks as there are lanes, each lane reads its blocks one after the other, and a rank, whose share of
-a batch is contiguous, reads only the lanes of its share.
-"""
+"""The blocks of shards in memory, and a shuffled order for data that is read in blocks."""
 
 from __future__ import annotations
 
@@ -131,6 +122,12 @@ _INSIDE = 0x424C4F43
 
 class BlockOrder:
     """The endless order of samples in blocks. Block b has the samples from ``starts[b]`` to ``starts[b + 1]``.
+
+    It is a function of (seed, position) and of nothing else. An epoch is one sequence: the blocks in a permuted order,
+    the samples of each permuted among themselves. It is divided into lanes of equal length. Every global batch takes
+    its first samples from the first lane, the next from the second, and so on, each lane from where it stood. So a
+    batch mixes samples of as many blocks as there are lanes, each lane reads its blocks one after the other, and a
+    rank, whose share of a batch is contiguous, reads only the lanes of its share.
 
     No block may be empty. The order depends on ``batch_size``, which must be the run's global batch size: other sizes
     give a right order too, but ranks then read more than their part of the blocks.

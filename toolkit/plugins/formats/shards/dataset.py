@@ -1,7 +1,4 @@
-"""Shards as a data set with an index.
-
-Any sample may be asked for. Samples of one block are cheap together.
-"""
+"""Shards as a data set with an index. Any sample may be asked for; samples of one block are cheap together."""
 
 from __future__ import annotations
 

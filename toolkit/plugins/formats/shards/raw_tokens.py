@@ -25,7 +25,6 @@ DTYPES = ("uint16", "uint32")
 
 class RawTokenFormat(index.RunsFormat):
     suffix = ".bin"
-    sample = "window"
 
     def __init__(self, length: int, dtype: str) -> None:
         super().__init__()
@@ -52,6 +51,10 @@ class RawTokenFormat(index.RunsFormat):
         tokens = np.frombuffer(self.read(opened, path, *self.span(file, block)), self._dtype)
         opened.windows = np.lib.stride_tricks.sliding_window_view(tokens, self._length + 1)[:: self._length]
         return opened
+
+    def describe(self, file: ShardFile, block: int, number: int | None) -> str:
+        first, stop = index.samples_of(file, block)
+        return f"windows {first} to {stop - 1}" if number is None else f"window {first + number}"
 
 
 class RawTokenBlock:

@@ -53,7 +53,13 @@ class TarFormat(index.RunsFormat):
             "firsts": np.searchsorted(members[:, 0], np.arange(len(samples) + 1)),
         }
         digest = index.digest_of(path, keys.tobytes(), names.tobytes(), members.tobytes())
-        return Scan(_schema([key for key, _ in samples], names, members[:, 0]), index.rows_of(begins), digest, details)
+        rows = np.unique((begins[:-1] - begins[:1]) // index.BLOCK_BYTES, return_counts=True)[1].astype(np.int64)
+        return Scan(_schema([key for key, _ in samples], names, members[:, 0]), rows, digest, details)
+
+    def span(self, file: ShardFile, block: int) -> tuple[int, int]:
+        first, stop = index.samples_of(file, block)
+        begins = file.scan.details["begins"]
+        return int(begins[first]), int(begins[stop])
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> TarBlock:
         return TarBlock(self, path, file, block, columns)
@@ -89,12 +95,9 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
         raise ValueError(f"it is cut off within member {members[-1].name}")
     # An archive ends with blocks of zeros.
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(b"\0"):
-        raise ValueError(f"{_after(members)}: the next header is broken, or the file is cut off")
+        place = f"after member {members[-1].name}" if members else "at its beginning"
+        raise ValueError(f"{place}: the next header is broken, or the file is cut off")
     return [member for member in members if member.isfile()]
-
-
-def _after(members: list[tarfile.TarInfo]) -> str:
-    return f"after member {members[-1].name}" if members else "at its beginning"
 
 
 def _schema(keys: list[str], kinds: Any, owners: Indices) -> Schema:
@@ -112,16 +115,18 @@ def _schema(keys: list[str], kinds: Any, owners: Indices) -> Schema:
     return tuple(found)
 
 
-class TarBlock(index.RunBlock):
+class TarBlock:
     """A run of samples of a tar, in memory."""
 
     def __init__(self, kind: TarFormat, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> None:
-        super().__init__(kind, path, file, block, columns)
+        begin, end = kind.span(file, block)
+        self._content, self._columns = kind.read(self, path, begin, end), columns
+        first, stop = index.samples_of(file, block)
         details = file.scan.details
-        self._keys = details["keys"][self.first : self.stop]
-        inside = slice(*details["firsts"][[self.first, self.stop]].tolist())
+        self._keys = details["keys"][first:stop]
+        inside = slice(*details["firsts"][[first, stop]].tolist())
         kinds, members = details["kinds"][inside], details["members"][inside, 1:]
-        members = np.stack([members[:, 0] - self.base, members[:, 0] - self.base + members[:, 1]], 1)
+        members = np.stack([members[:, 0] - begin, members[:, 0] - begin + members[:, 1]], 1)
         # Every sample has one member of each column: the schema has refused others.
         self._members = {name: members[kinds == name.encode()] for name in columns if name != KEY}
 
@@ -131,5 +136,5 @@ class TarBlock(index.RunBlock):
     def rows(self, numbers: Indices) -> dict[str, Any]:
         found: dict[str, Any] = {KEY: [key.decode() for key in self._keys[numbers].tolist()]}
         for name, members in self._members.items():
-            found[name] = [self.content[begin:end].tobytes() for begin, end in members[numbers].tolist()]
-        return {name: found[name] for name in self.columns}
+            found[name] = [self._content[begin:end].tobytes() for begin, end in members[numbers].tolist()]
+        return {name: found[name] for name in self._columns}

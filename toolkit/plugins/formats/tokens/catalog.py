@@ -33,10 +33,6 @@ def text_files(root: str | None) -> list[Path]:
     return files
 
 
-def _check_text(config: DataConfig) -> None:
-    text_files(config.root)
-
-
 def _check_tokens(config: DataConfig) -> None:
     root = data_root(config.root)
     if not (root / TOKEN_INDEX).is_file():
@@ -52,5 +48,5 @@ def no_fetch(name: str, root: str | None) -> str:
     raise RequestError(f"{name} are made from your own texts: see `toolkit data tokenize`")
 
 
-TEXT = Entry((1, 1, 1), classes=256, check=_check_text)  # bytes; see text_files
+TEXT = Entry((1, 1, 1), classes=256, check=lambda config: text_files(config.root))  # bytes; see text_files
 TOKENS = Entry((1, 1, 1), classes=None, check=_check_tokens, fetch="toolkit.plugins.formats.tokens.catalog:no_fetch")

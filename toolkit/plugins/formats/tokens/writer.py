@@ -1,7 +1,4 @@
-"""Writes token shards one after another, and the index last.
-
-After a kill it goes on from the last complete shard.
-"""
+"""Writes token shards one after another, and the index last. After a kill it continues after the last whole shard."""
 
 from __future__ import annotations
 
@@ -109,14 +106,18 @@ class FinishedShard(FileRecord):
 def tokenize(
     inputs: Sequence[str], out: Path, encoder: Encoder, *, field: str = "text", shard_tokens: int = 100_000_000
 ) -> TokenIndex:
-    """Write the texts of ``inputs`` as token shards into ``out``. Go on where an earlier call was killed.
+    """Write the texts of ``inputs`` as token shards into ``out``. Continue where an earlier call was killed.
 
     Each line of a ``.jsonl`` file is a document, its text under ``field``; each other file is one document. Folders
     give all their files. A shard has whole documents and ends with the one that reaches ``shard_tokens``. Raises
     RequestError for other inputs than those that the folder was begun with, and for a file that is no text.
     """
     files = input_files(inputs, out)
-    request = _digest([encoder.name, str(encoder.end), field, str(shard_tokens), *identity_of(files)])
+    # Name, size and time of change tell the content of files apart cheaply.
+    stats = [(path, path.stat()) for path in files]
+    identities = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+    parts = [encoder.name, str(encoder.end), field, str(shard_tokens), *identities]
+    request = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     fsio.make_dir(out)
     with _locked(out):
         if (index := TokenIndex.read(out / INDEX)) is not None:
@@ -125,7 +126,7 @@ def tokenize(
         progress = FinishedShard.read_lines(out / _PROGRESS)
         if progress:
             _refuse_other(out, progress[0].request, request)
-            log.info("%s: goes on after %d complete shards", out, len(progress) - 1)
+            log.info("%s: continues after %d complete shards", out, len(progress) - 1)
         else:
             if any(path.name != ".lock" for path in out.iterdir()):
                 raise RequestError(f"{out} has files that this command has not written; choose another --out")
@@ -245,10 +246,6 @@ def _refuse_other(out: Path, begun: str, request: str) -> None:
         )
 
 
-def _digest(parts: Sequence[str]) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Keep other writers out. Raises RequestError if one is at work. The lock ends with its process."""
@@ -283,13 +280,6 @@ def input_files(inputs: Sequence[str], out: Path) -> list[Path]:
     return found
 
 
-def identity_of(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield what tells the content of files apart, cheaply: name, size and time of change."""
-    for path in paths:
-        state = path.stat()
-        yield f"{path} {state.st_size} {state.st_mtime_ns}"
-
-
 def read_documents(paths: Sequence[Path], field: str, start: Position) -> Iterator[tuple[bytes, Position]]:
     """Yield each document from ``start`` on as UTF-8, with the position behind it. Empty ones are left out.
 
@@ -302,7 +292,13 @@ def read_documents(paths: Sequence[Path], field: str, start: Position) -> Iterat
             for text, behind in _lines(path, field, offset):
                 yield text, Position(number, behind)
         elif text := path.read_bytes():
-            _check(text, path)
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                raise RequestError(
+                    f"{path} is no text in UTF-8: byte {error.start} is {text[error.start]:#04x}; convert it, or "
+                    "leave it out"
+                ) from None
             yield text, Position(number + 1, 0)
 
 
@@ -328,12 +324,3 @@ def _lines(path: Path, field: str, offset: int) -> Iterator[tuple[bytes, int]]:
                 raise RequestError(f"{where}: {field!r} is no text: {error.reason}") from None
             if encoded:
                 yield encoded, offset
-
-
-def _check(text: bytes, path: Path) -> None:
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{path} is no text in UTF-8: byte {error.start} is {text[error.start]:#04x}; convert it, or leave it out"
-        ) from None
