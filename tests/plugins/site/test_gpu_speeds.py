@@ -19,8 +19,8 @@ import torch
 from toolkit.nodes.agent.messages import CheckAnswered
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
-from toolkit.plugins.site import gpu_measure as gpu_speed
-from toolkit.plugins.site import gpu_speeds
+from toolkit.plugins.site import gpu_measure
+from toolkit.plugins.site.checks import preflight
 
 
 def text(gemm: list[float], copy: list[float]) -> str:
@@ -29,8 +29,8 @@ def text(gemm: list[float], copy: list[float]) -> str:
 
 def test_a_gpu_that_is_a_tenth_slower_than_the_jobs_median_is_named() -> None:
     even = text([100.0, 98.0], [50.0, 51.0])
-    assert gpu_speeds.compare({"n1": even, "n2": even, "n3": even}) == {}
-    found = gpu_speeds.compare(
+    assert preflight.compare({"n1": even, "n2": even, "n3": even}) == {}
+    found = preflight.compare(
         {"n1": even, "n2": text([99.0, 88.0], [50.0, 50.0]), "n3": text([99.0, 99.0], [25.0, 50.0])}
     )
     assert found == {
@@ -42,7 +42,7 @@ def test_a_gpu_that_is_a_tenth_slower_than_the_jobs_median_is_named() -> None:
 @pytest.mark.parametrize("answer", ["", "No module named torch", "[]", '{"gemm": 3}', '{"gemm": ["x"], "copy": []}'])
 def test_a_node_without_figures_is_left_out(answer: str, caplog: pytest.LogCaptureFixture) -> None:
     even = text([100.0, 98.0], [50.0, 51.0])
-    assert gpu_speeds.compare({"n1": even, "n2": even, "n3": answer}) == {}
+    assert preflight.compare({"n1": even, "n2": even, "n3": answer}) == {}
     assert "is not known" in caplog.text
 
 
@@ -70,7 +70,7 @@ class PlayedAgents:
 
 def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
     agents, events = PlayedAgents(), SimpleQueue[Any]()
-    found = gpu_speeds.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
+    found = preflight.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
     assert {*agents.asked} == {"n1", "n2", "dead"}
     assert agents.asked["n1"].command[-2] == "toolkit.plugins.site.gpu_measure"
     assert {*found} == {"n2"}
@@ -79,7 +79,7 @@ def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
 @pytest.mark.parametrize(("gpus", "is_asked"), [(1, False), (2, True)])
 def test_a_job_of_few_gpus_is_not_measured(gpus: int, *, is_asked: bool) -> None:
     agents, job = PlayedAgents(), Allocation(("n1", "n3"), (1, 1), 1, gpus=(gpus, gpus), job_id="1")
-    assert gpu_speeds.slow_nodes(cast(Any, agents), job, SimpleQueue()).keys() <= {"n3"}
+    assert preflight.slow_nodes(cast(Any, agents), job, SimpleQueue()).keys() <= {"n3"}
     assert bool(agents.asked) == is_asked
 
 
@@ -87,15 +87,15 @@ def test_an_event_such_as_a_signal_ends_the_wait_for_the_speeds() -> None:
     events = SimpleQueue[Any]()
     Timer(0.1, events.put, ["a signal"]).start()
     began = time.monotonic()
-    assert gpu_speeds.slow_gpus(cast(Any, PlayedAgents()), ["n1", "hangs"], events) == {}
-    assert time.monotonic() - began < gpu_speeds.WAIT_S / 4
+    assert preflight.slow_gpus(cast(Any, PlayedAgents()), ["n1", "hangs"], events) == {}
+    assert time.monotonic() - began < preflight.WAIT_S / 4
     assert events.get() == "a signal"
 
 
 def test_the_measurement_is_over_before_the_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")  # as torch on a slow disk
-    *command, limit_s = gpu_speeds.COMMAND
-    assert 0 < int(limit_s) < gpu_speeds.WAIT_S
+    *command, limit_s = preflight.COMMAND
+    assert 0 < int(limit_s) < preflight.WAIT_S
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run([*command, "1"], env=environ, timeout=30, check=False)
     assert done.returncode == -signal.SIGALRM
@@ -103,6 +103,6 @@ def test_the_measurement_is_over_before_the_ranks_start(tmp_path: Path) -> None:
 
 def test_the_measurement_counts_products_and_copies_on_each_device() -> None:
     devices = [torch.device("cpu")] * 2
-    found = gpu_speed.measure(devices, edge=64, copy_bytes=1 << 16, gemm_s=0.05, copy_s=0.05)
+    found = gpu_measure.measure(devices, edge=64, copy_bytes=1 << 16, gemm_s=0.05, copy_s=0.05)
     assert {name: len(values) for name, values in found.items()} == {"gemm": 2, "copy": 2}
     assert all(value > 1e6 for values in found.values() for value in values), found

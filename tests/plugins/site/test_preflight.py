@@ -118,7 +118,7 @@ def test_nothing_is_said_of_healthy_nodes(tmp_path: Path) -> None:
     ("play", "words"),
     [
         (Play(says_instead="ImportError: no json\n"), "could not be checked (ImportError: no json)"),
-        (Play(says_instead=""), "could not be checked (its checks ended without a word"),
+        (Play(says_instead=""), "could not be checked (its checks printed nothing"),
         (Play(says_instead="42"), "could not be checked (42)"),
         (
             Play(says_instead='{"node": "node3", "began": 1, "ended": 1, "findings": [{"check": "cpus"}]}'),

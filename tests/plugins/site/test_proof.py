@@ -19,8 +19,7 @@ from toolkit.files.run_files import AttemptRecord, RunResult, RunState, RunStatu
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.site import proof
 from toolkit.plugins.site.proof import Proof
-from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
-from toolkit.plugins.site.proof_rank import MEASURED, Measured
+from toolkit.plugins.site.proof_rank import FOLLOWED, MEASURED, Followed, Measured
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.facts import Cause, Decision
 from toolkit.run.submission.handle import Run

@@ -1,7 +1,7 @@
-"""`toolkit doctor`: the checks that a job makes before its ranks start, made by hand.
+"""`toolkit doctor`: the checks that a job makes before its ranks start, made on request.
 
 Nodes are checked by an srun step: every task makes the checks once, and its labeled output is the answer. So only what
-srun reaches must be reachable, and no disk is asked: it may be the faulty part.
+srun reaches must be reachable, and no disk is needed: it may be the faulty part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +38,7 @@ from toolkit.plugins.site.checks.host import CORE, MEMORY
 from toolkit.plugins.site.checks.preflight import SharedFolder, command
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
 from toolkit.plugins.site.proof import Proof, prove
-from toolkit.plugins.site.site_profile import USED, PartitionRecord, SiteProfile, missing_programs, read_site
+from toolkit.plugins.site.site_profile import USED, SiteProfile, read_site
 from toolkit.run.submission import executors
 from toolkit.slurm.commands import PROBE_TIMEOUT_S, Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
@@ -145,7 +146,7 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
     """Read the cluster. Return it and ""; None and the reason without Slurm."""
     slurm = Slurm(timeout_s=SITE_TIMEOUT_S)
     if not slurm.available():
-        missing = missing_programs(slurm)
+        missing = [name for name in USED if not slurm.has(name)]
         if len(missing) == len(USED):
             return None, "no Slurm here: sbatch and scontrol are not on PATH"
         if missing:
@@ -153,7 +154,7 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
         return None, f"Slurm's controller does not answer within {PROBE_TIMEOUT_S:g} s: `scontrol ping`"
     try:
         return read_site(slurm), ""
-    except (RequestError, SlurmError) as error:
+    except SlurmError as error:
         return None, f"the site cannot be read: {error}"
 
 
@@ -174,7 +175,7 @@ def _folder() -> Path:
     return next(folder for folder in (root, *root.parents) if folder.is_dir())
 
 
-# -------------------------------------------------------------------------------------------------------------- telling
+# --------------------------------------------------------------------------------------------------------------- pages
 
 
 def rows(report: NodesReport) -> list[tuple[str, ...]]:
@@ -217,10 +218,16 @@ def partition_rows(profile: SiteProfile) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("PARTITION", "NODES", "CPUS", "GPUS", "MEMORY", "TIME LIMIT", "PREEMPTION")]
     for part in profile.partitions:
         name = f"{part.name}*" if part.is_default else part.name  # as sinfo marks it
-        memory = f"{part.memory_mb / 1024:.0f} GiB" if part.memory_mb else "-"
         nodes = str(part.nodes) if part.is_up else f"{part.nodes} (down)"
-        limit = time_text(part.time_limit_s)
-        rows.append((name, nodes, str(part.cpus or "-"), gpu_text(part), memory, limit, preemption_text(profile, part)))
+        gpus = f"{part.gpus} {part.gpu_type or ''}".strip() if part.gpus else "-"
+        memory = f"{part.memory_mb / 1024:.0f} GiB" if part.memory_mb else "-"
+        limit = "none" if part.time_limit_s is None else in_units(part.time_limit_s)
+        grace = f"{part.grace_s:.0f} s grace" if part.grace_s else "no grace"
+        mode = profile.preemption(part)
+        preemption = "none" if mode is None else f"{mode.lower()}, {grace}"
+        if profile.preempt_type == "preempt/qos":
+            preemption = "by qos"
+        rows.append((name, nodes, str(part.cpus or "-"), gpus, memory, limit, preemption))
     return rows
 
 
@@ -269,26 +276,6 @@ def proof_lines(proofs: Sequence[Proof]) -> Iterator[str]:
         yield f"{_MARKS[proof.is_proven]:<9}  {proof.name:<{width}}  {proof.text}".rstrip()
 
 
-def time_text(seconds: float | None) -> str:
-    return "none" if seconds is None else in_units(seconds)
-
-
-def gpu_text(part: PartitionRecord) -> str:
-    """Return the GPUs of a node: ``4 a100``."""
-    return f"{part.gpus} {part.gpu_type or ''}".strip() if part.gpus else "-"
-
-
-def preemption_text(profile: SiteProfile, part: PartitionRecord) -> str:
-    """Return what a preemption does to a job of this partition."""
-    if profile.preempt_type == "preempt/qos":
-        return "by qos"
-    mode = profile.preemption(part)
-    if mode is None:
-        return "none"
-    grace = f", {part.grace_s:.0f} s grace" if part.grace_s else ", no grace"
-    return f"{mode.lower()}{grace}"
-
-
 def _listed(limits: dict[str, str | int | float | None]) -> str:
     return "; ".join(f"{name} {value}" for name, value in limits.items() if value) or "no limits"
 
@@ -303,18 +290,13 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}",
     }
-    found |= {name: version for name in _PACKAGES if (version := _package(name))}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found | kinds.versions()
 
 
-def _package(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-#: srun starts all tasks within this many seconds of each other.
+#: srun starts all tasks within this many seconds.
 LAUNCH_SPREAD_S = 5.0
 #: What srun prints about tasks that it ends itself. It ends all tasks if one could not be started.
 _CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
@@ -391,17 +373,17 @@ def ask_nodes(
     a host, it ends the whole step. The other hosts are then asked again, without that one.
     """
     answers = _Answers(hosts, start(request, hosts), is_queued)
-    answers.listen()
+    took_s = answers.listen()
     failed = {match[1] for line in answers.errors if (match := _UNREACHED.search(line))}
     unreached = failed & set(hosts)
     rest = [host for host in hosts if host not in unreached]
     if not unreached or not rest or all(node.findings is not None for node in answers.nodes):
-        return answers.nodes, answers.errors, answers.took_s
+        return answers.nodes, answers.errors, took_s
     # Ask the rest again: only these hosts' CPUs, which are counted by task.
     cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host not in unreached]
-    nodes, errors, took_s = ask_nodes(replace(request, cpus=cpus), rest, start)
+    nodes, errors, more_s = ask_nodes(replace(request, cpus=cpus), rest, start)
     lost = [node for node in answers.nodes if node.name in unreached]
-    return [*nodes, *lost], [*answers.errors, *errors], answers.took_s + took_s
+    return [*nodes, *lost], [*answers.errors, *errors], took_s + more_s
 
 
 class _Answers:
@@ -417,15 +399,13 @@ class _Answers:
         self._awaited = set(range(len(hosts)))
         self._last_words: dict[int, str] = {}  #: by task, text that is no answer, or the first part of one
 
-    @property
-    def took_s(self) -> float:
-        """Return the seconds since the step began to run."""
-        return time.time() - self._asked
-
-    def listen(self) -> None:
-        """Read until all have answered or ended, or time is up."""
+    def listen(self) -> float:
+        """Read until all have answered or ended, or time is up. Return the seconds since the step began to run."""
         try:
-            while self._awaited and (line := self._next()) is not None:
+            while self._awaited:
+                left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                if (line := self._step.lines.get(timeout=left_s)) is None:
+                    break
                 if line.task is not None:
                     self._take(line, line.task)
                     continue
@@ -447,10 +427,7 @@ class _Answers:
             if node.findings is None:
                 last_words = self._last_words.get(task, "").strip()
                 node.failure = "; ".join(filter(None, [complaints.get(node.name), last_words]))
-
-    def _next(self) -> StepLine | None:
-        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        return self._step.lines.get(timeout=left_s)
+        return time.time() - self._asked
 
     def _take(self, line: StepLine, task: int) -> None:
         if task >= len(self.nodes):
@@ -471,11 +448,8 @@ class _Answers:
             # Also name the nodes that stay silent: without chosen nodes their names are unknown.
             names = hostlist.expand(answer.nodes) if answer.nodes else []
             for each, name in enumerate(names[: len(self.nodes)]):
-                self._name(each, name)
-        self._name(task, answer.node)
+                self.nodes[each].name = self._names[each] = name
         node = self.nodes[task]
+        node.name = self._names[task] = answer.node
         node.take(answer, self._asked, line.received, answer.began, answer.ended)
         self._awaited.discard(task)
-
-    def _name(self, task: int, name: str) -> None:
-        self.nodes[task].name = self._names[task] = name

@@ -1,4 +1,4 @@
-"""Remembers which nodes have ended attempts, in ``.nodes.jsonl`` beside all runs of a user.
+"""Remembers which nodes have ended attempts, in ``.nodes.jsonl`` next to all runs of a user.
 
 A node that has ended attempts of several runs is used last, and named. One run alone says little: its own program may
 be at fault.
@@ -57,31 +57,26 @@ def doubtful(root: Path) -> dict[str, str]:
     for trouble in records.read_lines(_path(root), NodeTrouble, skips_damage=True):
         if now - trouble.time < REMEMBERED_DAYS * 86_400:
             by_host[trouble.host].append(trouble)
-    return {
-        host: _summary(troubles, now)
-        for host, troubles in sorted(by_host.items())
-        if len({trouble.run for trouble in troubles}) >= DOUBTFUL_RUNS
-    }
+    found: dict[str, str] = {}
+    for host, troubles in sorted(by_host.items()):
+        runs = len({trouble.run for trouble in troubles})
+        if runs < DOUBTFUL_RUNS:
+            continue
+        last = max(troubles, key=lambda trouble: trouble.time)
+        days = (now - last.time) / 86_400
+        ago = f"{days:.0f} days" if days >= 2 else in_one_unit(max(0.0, now - last.time))
+        attempts = f"{len(troubles)} attempts of {runs} runs in {REMEMBERED_DAYS} days"
+        found[host] = f"ended {attempts}, the last {ago} ago: {last.why}"
+    return found
 
 
 def doubtful_for(run: RunDir) -> dict[str, str]:
-    """Return the doubtful nodes of the folder for runs to which ``run`` belongs, see :func:`doubtful`.
-
-    None is doubtful where the file cannot be read.
-    """
+    """Return the :func:`doubtful` nodes of the folder of ``run``; none where the file cannot be read."""
     try:
         return doubtful(_root(run))
     except (OSError, DamagedFileError) as error:
         log.warning("which nodes have ended attempts of other runs is not known: %s", error)
         return {}
-
-
-def _summary(troubles: list[NodeTrouble], now: float) -> str:
-    last = max(troubles, key=lambda trouble: trouble.time)
-    runs = len({trouble.run for trouble in troubles})
-    days = (now - last.time) / 86_400
-    ago = f"{days:.0f} days" if days >= 2 else in_one_unit(max(0.0, now - last.time))
-    return f"ended {len(troubles)} attempts of {runs} runs in {REMEMBERED_DAYS} days, the last {ago} ago: {last.why}"
 
 
 def _root(run: RunDir) -> Path:

@@ -1,7 +1,7 @@
 """`toolkit doctor --prove`: tries out by a short run what a site's settings only promise.
 
 The run is like any other: submitted, supervised, stopped by a signal, brought back, resumed. Its ranks measure the
-network and the shared folder (proof_rank.py), and a job that one of them submits tries the rest (proof_follower.py).
+network and the shared folder, and a job that one of them submits tries the rest (proof_rank.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from toolkit.base.durations import in_units
 from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
-from toolkit.plugins.site.proof_follower import FOLLOWED, Followed
-from toolkit.plugins.site.proof_rank import MEASURED, Measured, submit_follower
+from toolkit.plugins.site.proof_rank import FOLLOWED, MEASURED, Followed, Measured, submit_follower
 from toolkit.run.records import ownership
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.submit import submit_foreign
@@ -34,9 +33,8 @@ log = logs.get(__name__)
 def prove(config: JobConfig, nodes: int, requeue_delay_s: float) -> list[Proof]:
     """Try the site out on ``nodes`` nodes; return the proofs. Raises SlurmError.
 
-    A requeued job may start again after ``requeue_delay_s`` seconds.
-
-    A run that has proven all is removed; else its folder is kept, and named in the log.
+    A requeued job may restart after ``requeue_delay_s`` seconds. A run that has proven all is removed; else its folder
+    is kept, and named in the log.
     """
     began = time.monotonic()
     config.name, config.cluster.nodes, config.cluster.time_min = NAME, nodes, 10
@@ -128,10 +126,9 @@ class _ProofRun:
         self._add("all-reduce", measured.all_reduce, text)
         # The shared folder, as the other node saw it.
         visible, ahead = folder["visible_s"], folder["mtime_ahead_s"]
-        text = f"seen {visible:.1f} s late"
-        if visible < LATE_S:
-            text = f"seen on the other node within {visible * 1000:.0f} ms"
-        self._add("renamed files", visible < LATE_S, text)
+        is_soon = visible < LATE_S
+        text = f"seen on the other node within {visible * 1000:.0f} ms" if is_soon else f"seen {visible:.1f} s late"
+        self._add("renamed files", is_soon, text)
         torn = folder["torn"]
         text = "no read was torn" if not torn else f"{torn:.0f} reads found a file half written, or missing"
         self._add("atomic replacement", not torn, text)
@@ -153,16 +150,15 @@ class _ProofRun:
 
     def _come_back(self) -> None:
         """Wait until the run has come back and ended well. A requeue or a follow-up job brings it back."""
-        name = "coming back"
         self._await(self._is_over, self._requeue_delay_s + limits().proof_returned_s, lambda: self._run.job_now)
         attempts = self._dir.attempts()
         if len(attempts) < 2 or not attempts[1].step_start:
-            self._add(name, False, self._why())
+            self._add("coming back", False, self._why())
             return
         is_requeued = attempts[1].job_id == attempts[0].job_id
         waited_s = max(0.0, attempts[1].started - attempts[0].ended)
         way = "requeued" if is_requeued else f"by a follow-up job (requeue is forbidden), {attempts[1].job_id}"
-        self._add(name, True, f"{way}; started again after {waited_s:.0f} s")
+        self._add("coming back", True, f"{way}; started again after {waited_s:.0f} s")
 
     def _follow(self, measured: Measured) -> None:
         """Wait for the follow-up job. Where a node may not submit one, submit it from here."""
@@ -184,8 +180,7 @@ class _ProofRun:
             # On one node no loss could be tried: that is no failure.
             self._add("srun after a loss", False if followed.nodes > 1 else None, why)
             return
-        text = f"a step ran on the node that is left after {followed.shrunk_s:.1f} s"
-        self._add("srun after a loss", True, text)
+        self._add("srun after a loss", True, f"a step ran on the node that is left after {followed.shrunk_s:.1f} s")
 
     # --------------------------------------------------------------------------------------------------------- inside
 

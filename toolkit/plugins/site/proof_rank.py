@@ -1,7 +1,7 @@
 """``python -m toolkit.plugins.site.proof_rank``: a rank of the run that `toolkit doctor --prove` submits.
 
 The first attempt measures, submits a follow-up job from its node, and makes steps until it is stopped. The attempt that
-resumes ends the run.
+resumes ends the run. The follow-up job is this module with the run's folder as its argument.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,15 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import fsio
+from toolkit.base import fsio, hostlist
 from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.files.records import FileRecord
+from toolkit.files.run_files import Moment
 from toolkit.slurm.commands import Slurm
+from toolkit.slurm.environment import step_environment
+from toolkit.slurm.srun_commands import SrunStep, srun_argv
 
-#: In the run's folder: what rank 0 has measured, and files that ranks show each other.
-MEASURED, SCRATCH = "measured.json", "proof"
+#: In the run's folder: what rank 0 has measured, what the follow-up job has found, and files for the ranks to compare.
+MEASURED, FOLLOWED, SCRATCH = "measured.json", "followed.json", "proof"
 #: More steps than are made until the stop comes, and the pause in each.
 STEPS, STEP_S = 100_000, 0.05
+STEP_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,17 @@ class Measured(FileRecord):
     folder: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Followed(FileRecord):
+    """What the follow-up job has found. ``shrunk_s``: the time until a step ran on the rest; None if it did not."""
+
+    started: Moment
+    nodes: int
+    shrunk_s: float | None = None
+    why: str = ""
+
+
 def main() -> None:
-    """Be one rank of the run."""
     import toolkit
 
     with toolkit.start() as run:
@@ -83,7 +97,7 @@ def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, 
 
     run, slurm = RunDir(run_dir), Slurm()
     path = run.submitit / "follower.sh"
-    words = [sys.executable, "-m", "toolkit.plugins.site.proof_follower", str(run_dir)]
+    words = [sys.executable, "-m", "toolkit.plugins.site.proof_rank", str(run_dir)]
     fsio.write_atomic(path, f"#!/bin/bash\nexec {shlex.join(words)}\n")
     try:
         row = slurm.show_job(after)
@@ -97,5 +111,40 @@ def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, 
         return None, str(error)
 
 
+def follow(run_dir: Path) -> None:
+    """Be the follow-up job, which proves by running at all that such jobs come.
+
+    Give back all nodes but this one, which leaves the job as the death of the other nodes would, and start an srun step
+    in what is left.
+    """
+    started, hosts = time.time(), hostlist.expand(os.environ["SLURM_JOB_NODELIST"])
+    shrunk_s, why = (None, "the job has one node") if len(hosts) == 1 else _step_after_loss(hosts, run_dir)
+    fsio.write_json(run_dir / FOLLOWED, Followed(started, len(hosts), shrunk_s, why).to_json())
+
+
+def _step_after_loss(hosts: list[str], run_dir: Path) -> tuple[float | None, str]:
+    """Give back all nodes but the first and run a step there. Return the seconds it took, or None and why."""
+    try:
+        Slurm().release_nodes(os.environ["SLURM_JOB_ID"], keep=hosts[0])
+    except SlurmError as error:
+        return None, f"Slurm gives no nodes back: {error}"
+    # The step must run on the node that is left: srun takes its hosts from this file.
+    host_file = run_dir / "follower-hosts"
+    fsio.write_atomic(host_file, f"{hosts[0]}\n")
+    argv = srun_argv(SrunStep(["true"], hosts[:1], 1, None, overlap=True))
+    environ = {**step_environment(os.environ), "SLURM_HOSTFILE": str(host_file)}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=STEP_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    if done.returncode != 0:
+        return None, f"srun ended with {done.returncode}: {done.stderr.strip()}"
+    return time.monotonic() - began, ""
+
+
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        follow(Path(sys.argv[1]))
+    else:
+        main()

@@ -1,9 +1,7 @@
-"""The first defaults of a site: a commented site.yaml. `toolkit init` makes it from what Slurm says.
+"""What `toolkit init` writes: the defaults of a site as a commented site.yaml, and a JSON schema of the config.
 
-A JSON schema of the config, for editors: they complete keys and words, show what a key is for, and mark mistakes.
-
-It is of draft 7, which editors know best. What it refuses `toolkit submit` refuses, too, and more: whether keys fit
-each other, the job and the site.
+The schema is for editors, of draft 7, which they know best. What it refuses `toolkit submit` refuses, too, and more:
+whether keys fit each other, the job and the site.
 """
 
 from __future__ import annotations
@@ -55,12 +53,16 @@ def text_of(profile: SiteProfile, partition: str | None) -> str:
     if part is None and partition is not None:
         hint = nearest(partition, known)
         raise RequestError(f"--partition: there is no {partition!r}; {hint}there are: {listing(known)}")
-    if part is None and not known:
+    if not known:
         raise RequestError(f"no partition could be read of the cluster {profile.cluster}: see `toolkit doctor --site`")
     if part is None:
         raise RequestError(f"--partition: this cluster has no default partition; name one of: {listing(known)}")
     account = _association(profile, part)
-    return "\n".join([*_head(profile), "cluster:", *_cluster(profile, part, account), "", *_example(part), ""])
+    head = (
+        f"# Defaults of the cluster {profile.cluster}, for every job of yours: a job's own config and arguments win.\n"
+        f"# Made by `toolkit init` from what Slurm {profile.slurm} said on {date.today()}. Edit it as you like."
+    )
+    return "\n".join([head, "cluster:", *_cluster(profile, part, account), "", *_example(part), ""])
 
 
 def _association(profile: SiteProfile, part: PartitionRecord) -> AssociationRecord | None:
@@ -72,11 +74,6 @@ def _association(profile: SiteProfile, part: PartitionRecord) -> AssociationReco
     ]
     usable.sort(key=lambda record: record.account != profile.default_account)
     return usable[0] if usable else None
-
-
-def _head(profile: SiteProfile) -> Iterator[str]:
-    yield f"# Defaults of the cluster {profile.cluster}, for every job of yours: a job's own config and arguments win."
-    yield f"# Made by `toolkit init` from what Slurm {profile.slurm} said on {date.today()}. Edit it as you like."
 
 
 def _cluster(profile: SiteProfile, part: PartitionRecord, account: AssociationRecord | None) -> Iterator[str]:

@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from toolkit.base.durations import parse_slurms
-from toolkit.base.errors import RequestError, SlurmError
+from toolkit.base.errors import SlurmError
 from toolkit.slurm.commands import Slurm, settings_in
 
 
@@ -107,102 +107,55 @@ class SiteProfile:
         return None if mode == "OFF" else mode
 
 
-#: What the toolkit calls. Without these two nothing can be read; the others are named if they are missing.
-NEEDED = ("scontrol", "sbatch")
-USED = (*NEEDED, "srun", "squeue", "scancel", "sinfo")
+#: What the toolkit calls.
+USED = ("scontrol", "sbatch", "srun", "squeue", "scancel", "sinfo")
 #: Slurm's own default of ``cred_expire``. A requeued job may start one second after it.
 CRED_EXPIRE_S = 120.0
 
 Answer = TypeVar("Answer")
-Partitions: TypeAlias = tuple[PartitionRecord, ...]
-#: By partition, fields of its record.
-Shapes: TypeAlias = dict[str, dict[str, Any]]
-
-
-def missing_programs(slurm: Slurm) -> list[str]:
-    """Return those of Slurm's programs that are not on PATH."""
-    return [name for name in USED if not slurm.has(name)]
 
 
 def read_site(slurm: Slurm) -> SiteProfile:
-    """Return the cluster as this user sees it.
+    """Return the cluster as this user sees it. Raises SlurmError where the controller does not answer.
 
-    Raises RequestError without Slurm's programs, and SlurmError where the controller does not answer.
+    What else cannot be read is left out, with a note.
     """
-    missing = missing_programs(slurm)
-    if set(missing) == {*USED}:
-        raise RequestError("this machine has no Slurm client: load its module, or go to a login node")
-    if {*missing} & {*NEEDED}:
-        raise RequestError(f"Slurm is only half installed here: {', '.join(missing)} not on PATH, and others are")
-    profile = _of_config(slurm.ask(["scontrol", "show", "config"]))
-    return _SiteReader(slurm, [f"{name} is not on PATH" for name in missing]).fill(profile)
+    notes = [f"{name} is not on PATH" for name in USED if not slurm.has(name)]
 
-
-class _SiteReader:
-    """Fills the profile part by part. A part that cannot be read is left out, with a note."""
-
-    def __init__(self, slurm: Slurm, notes: list[str]) -> None:
-        self._slurm = slurm
-        self._notes = notes
-
-    def fill(self, profile: SiteProfile) -> SiteProfile:
-        none: Partitions = ()
-        no_shapes: Shapes = {}
-        no_plugins: tuple[str, ...] = ()
-        shapes = self._try("the nodes' sizes", lambda: _shapes(self._ask("sinfo", *_SINFO)), no_shapes)
-        parts = self._try("the partitions", lambda: _partitions(self._ask(*_SCONTROL)), none)
-        plugins = self._try("srun's MPI plugins", lambda: _mpi_plugins(self._ask("srun", "--mpi=list")), no_plugins)
-        expedites = profile.expedites and self._try("sbatch's options", self._slurm.expedites, False)
-        profile = replace(
-            profile,
-            user=_user_name(),
-            expedites=expedites,
-            mpi_plugins=plugins,
-            partitions=tuple(replace(part, **shapes.get(part.name, {})) for part in parts),
-        )
-        if profile.accounting != "off":
-            # The first failure is enough: each call would wait for the same database.
-            user = f"user={profile.user}"
-            try:
-                rows = self._table("associations", _ASSOCIATION, user)
-                default = self._table("user", ("DefaultAccount",), user)
-                qos = self._table("qos", _QOS)
-            except SlurmError as error:
-                first = str(error).splitlines()
-                reason = first[1].strip() if len(first) > 1 else first[0]
-                self._notes.append(f"accounts and QOS cannot be read: {reason}")
-                profile = replace(profile, accounting=f"no answer: {reason}")
-            else:
-                profile = replace(
-                    profile,
-                    associations=tuple(_association(row) for row in rows),
-                    default_account=next((row[0] for row in default if row[0]), None),
-                    qos=tuple(_qos(row) for row in qos),
-                )
-        return replace(profile, notes=tuple(self._notes))
-
-    def _table(self, what: str, columns: Sequence[str], *where: str) -> list[list[str]]:
-        wide = f"format={','.join(columns)}"
-        text = self._ask("sacctmgr", "--noheader", "--parsable2", "show", what, *where, wide)
-        rows = [line.split("|") for line in text.splitlines()]
-        return [row for row in rows if len(row) == len(columns)]
-
-    def _ask(self, *argv: str) -> str:
-        return self._slurm.ask(argv)
-
-    def _try(self, what: str, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+    def attempt(what: str, read: Callable[[], Answer], otherwise: Answer) -> Answer:
         try:
-            return ask()
+            return read()
         except SlurmError as error:
-            self._notes.append(f"{what} cannot be read: {str(error).splitlines()[0]}")
+            notes.append(f"{what} cannot be read: {str(error).splitlines()[0]}")
             return otherwise
 
-
-def _user_name() -> str:
+    profile = _of_config(slurm.ask(["scontrol", "show", "config"]))
+    no_parts: tuple[PartitionRecord, ...] = ()
+    no_plugins: tuple[str, ...] = ()
+    shapes = attempt("the nodes' sizes", lambda: _shapes(slurm.ask(_SINFO)), dict[str, dict[str, Any]]())
+    parts = attempt("the partitions", lambda: _partitions(slurm.ask(_SCONTROL)), no_parts)
+    plugins = attempt("srun's MPI plugins", lambda: _mpi_plugins(slurm.ask(["srun", "--mpi=list"])), no_plugins)
     try:
-        return getpass.getuser()
+        user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
-        return str(os.getuid())
+        user = str(os.getuid())
+    profile = replace(
+        profile,
+        user=user,
+        expedites=profile.expedites and attempt("sbatch's options", slurm.expedites, False),
+        mpi_plugins=plugins,
+        partitions=tuple(replace(part, **shapes.get(part.name, {})) for part in parts),
+    )
+    if profile.accounting != "off":
+        # The first failure is enough: each call would wait for the same database.
+        try:
+            profile = replace(profile, **_of_accounting(slurm, user))
+        except SlurmError as error:
+            first = str(error).splitlines()
+            reason = first[1].strip() if len(first) > 1 else first[0]
+            notes.append(f"accounts and QOS cannot be read: {reason}")
+            profile = replace(profile, accounting=f"no answer: {reason}")
+    return replace(profile, notes=tuple(notes))
 
 
 # ------------------------------------------------------------------------------------------------------- slurm.conf
@@ -252,7 +205,7 @@ def _number(text: str | None) -> int | None:
 # ------------------------------------------------------------------------------------------- partitions and plugins
 
 
-def _partitions(text: str) -> Partitions:
+def _partitions(text: str) -> tuple[PartitionRecord, ...]:
     """Return what `scontrol show partition` says."""
     records = []
     for block in re.split(r"\n\s*\n", text):
@@ -285,14 +238,14 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 #: With hidden partitions: jobs may be submitted to them, too.
 _SCONTROL = ("scontrol", "--all", "show", "partition")
-_SINFO = ("--all", "--noheader", "--format=%R|%D|%c|%m|%G")
+_SINFO = ("sinfo", "--all", "--noheader", "--format=%R|%D|%c|%m|%G")
 _GPU = re.compile(r"gpu(?::([^:,()]+))?:(\d+)")
 
 
-def _shapes(text: str) -> Shapes:
-    """Return the size of a partition's nodes, by its name. The kind with the most nodes counts."""
+def _shapes(text: str) -> dict[str, dict[str, Any]]:
+    """Return by partition the fields of its record about its nodes' size. The kind with the most nodes counts."""
     most: dict[str, int] = {}
-    shapes: Shapes = {}
+    shapes: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         columns = line.split("|")
         if len(columns) != 5:
@@ -323,26 +276,39 @@ _ASSOCIATION = ("Account", "Partition", "QOS", "DefaultQOS", "MaxJobs", "MaxSubm
 _QOS = ("Name", "MaxWall", "PreemptMode", "GraceTime", "MaxTRESPU", "MaxSubmitJobsPerUser")
 
 
-def _association(row: Sequence[str]) -> AssociationRecord:
-    account, partition, qos, default_qos, jobs, submit, wall = row
-    return AssociationRecord(
-        account=account,
-        partition=partition or None,
-        qos=tuple(filter(None, qos.split(","))),
-        default_qos=default_qos or None,
-        max_jobs=_number(jobs),
-        max_submit=_number(submit),
-        time_limit_s=parse_slurms(wall),
-    )
+def _of_accounting(slurm: Slurm, user: str) -> dict[str, Any]:
+    """Return the fields of the profile that accounting knows."""
 
+    def table(what: str, columns: Sequence[str], *where: str) -> list[list[str]]:
+        wide = f"format={','.join(columns)}"
+        text = slurm.ask(["sacctmgr", "--noheader", "--parsable2", "show", what, *where, wide])
+        rows = [line.split("|") for line in text.splitlines()]
+        return [row for row in rows if len(row) == len(columns)]
 
-def _qos(row: Sequence[str]) -> QosRecord:
-    name, wall, mode, grace, resources, submit = row
-    return QosRecord(
-        name=name,
-        time_limit_s=parse_slurms(wall),
-        preempt_mode=None if mode in ("", "cluster") else mode,
-        grace_s=parse_slurms(grace) or 0.0,
-        max_resources=resources or None,
-        max_submit=_number(submit),
-    )
+    associations = [
+        AssociationRecord(
+            account=account,
+            partition=partition or None,
+            qos=tuple(filter(None, qos.split(","))),
+            default_qos=default_qos or None,
+            max_jobs=_number(jobs),
+            max_submit=_number(submit),
+            time_limit_s=parse_slurms(wall),
+        )
+        for account, partition, qos, default_qos, jobs, submit, wall in table(
+            "associations", _ASSOCIATION, f"user={user}"
+        )
+    ]
+    default = next((row[0] for row in table("user", ("DefaultAccount",), f"user={user}") if row[0]), None)
+    qos_records = [
+        QosRecord(
+            name=name,
+            time_limit_s=parse_slurms(wall),
+            preempt_mode=None if mode in ("", "cluster") else mode,
+            grace_s=parse_slurms(grace) or 0.0,
+            max_resources=resources or None,
+            max_submit=_number(submit),
+        )
+        for name, wall, mode, grace, resources, submit in table("qos", _QOS)
+    ]
+    return {"associations": tuple(associations), "default_account": default, "qos": tuple(qos_records)}

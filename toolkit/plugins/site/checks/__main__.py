@@ -78,9 +78,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
 
     def disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:
         limit_s = request.disk_limit_s
-        text = (
-            f"{path} does not answer within {limit_s:g} s: its file server is away, or the mount hangs; mount it anew"
-        )
+        text = f"{path} does not answer within {limit_s:g} s: its server is away, or the mount hangs; mount it anew"
         return Check(lambda: [run()], limit_s, Finding(check, "bad", "hangs", text))
 
     def asking(check: str, whom: str, run: Callable[[], list[Finding]]) -> Check:
@@ -95,7 +93,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
     look_up_s = 3 * host.LOOK_UP_WARNING_S
     slow = host.slow_look_up(f"takes more than {look_up_s:g} s", f"> {look_up_s:g} s")
     return [
-        asking("network", "the name service", lambda: [_find_address(request)]),
+        asking("network", "the name service", lambda: _find_address(request)),
         Check(lambda: _look_up(request), look_up_s, slow),
         asking("gpus", "the driver of the GPUs", lambda: devices.check_gpus(request.gpus, os.environ)),
         quick(lambda: [host.check_cpus(asked)]),
@@ -115,19 +113,16 @@ def _check_limits(gpus: int) -> list[Finding]:
     return [host.check_open_files(), *fabric, *locked]
 
 
-def _find_address(request: CheckRequest) -> Finding:
+def _find_address(request: CheckRequest) -> list[Finding]:
     """Return a finding with this node's address on the ranks' network."""
     try:
-        return ok("network", _address(request))
+        return [ok("network", _address(request))]
     except Exception as error:
-        return Finding("network", "bad", "none", f"{error}; have the node's network looked at")
+        return [Finding("network", "bad", "none", f"{error}; have the node's network looked at")]
 
 
 def _look_up(request: CheckRequest) -> list[Finding]:
-    """Return a finding on how long the name service takes for our address.
-
-    Empty if we have no address, which `network` reports.
-    """
+    """Return a finding on how long the name service takes for our address; none without one, see above."""
     try:
         address = _address(request)
     except Exception:

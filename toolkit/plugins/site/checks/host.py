@@ -76,10 +76,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_cpus(asked: int, usable: float | None = None) -> Finding:
-    """Compare the CPUs that this process may use with those that the ranks need.
-
-    Affinity and the cgroup's quota limit them.
-    """
+    """Compare the CPUs that this process may use, by affinity and cgroup, with those that the ranks need."""
     usable = usable_cpus() if usable is None else usable
     figure = f"{usable:g} of {asked}"
     if usable >= asked:
@@ -132,10 +129,7 @@ BAD_INODES, WARNING_INODES = 100, 10_000
 
 
 def check_shared(folder: Path, token: str, node: str) -> Finding:
-    """Check that the caller's token can be read in ``folder``, and leave an answer there.
-
-    The caller reads the answer.
-    """
+    """Check that the caller's token can be read in ``folder``, and leave an answer there for the caller."""
     wrong = _reading(folder, token, limits().file_seen_within_s)
     if wrong is None:
         try:
@@ -146,7 +140,7 @@ def check_shared(folder: Path, token: str, node: str) -> Finding:
             finally:
                 os.close(fd)
         except OSError as error:
-            wrong = f"{folder.parent}: cannot be written to ({_words(error)}){_advice(error)}"
+            wrong = f"{folder.parent}: cannot be written to {_explained(error)}"
     return ok("shared folder", SAME) if wrong is None else Finding("shared folder", "bad", "bad", wrong)
 
 
@@ -171,7 +165,7 @@ def _reading(folder: Path, token: str, within_s: float) -> str | None:
     try:
         text = read_soon(folder / TOKEN, token, within_s)
     except OSError as error:
-        return f"{folder.parent}: cannot be read ({_words(error)}){_advice(error)}"
+        return f"{folder.parent}: cannot be read {_explained(error)}"
     if text is None:
         # Tell a missing mount from a file that does not appear on a folder of the same name.
         with contextlib.suppress(OSError):
@@ -186,18 +180,16 @@ def _reading(folder: Path, token: str, within_s: float) -> str | None:
     return None
 
 
-def _words(error: OSError) -> str:
-    return os.strerror(error.errno) if error.errno else str(error)
-
-
-def _advice(error: OSError) -> str:
-    advice = {
+def _explained(error: OSError) -> str:
+    """Return what an error means, in parentheses, and what to do."""
+    known = {
         errno.ESTALE: ": the handle is stale; have its file system mounted anew",
         errno.EROFS: ": it is mounted read-only here; have it mounted for writing",
         errno.ENOSPC: ": it is full; make room, or set TOOLKIT_RUNS to another folder",
         errno.EDQUOT: ": your quota is used up; make room, or set TOOLKIT_RUNS to another folder",
     }
-    return advice.get(error.errno or 0, "; have the node looked at, or set TOOLKIT_RUNS to another folder")
+    advice = known.get(error.errno or 0, "; have the node looked at, or set TOOLKIT_RUNS to another folder")
+    return f"({os.strerror(error.errno) if error.errno else error}){advice}"
 
 
 def check_space(check: str, path: Path) -> Finding:
@@ -205,7 +197,7 @@ def check_space(check: str, path: Path) -> Finding:
     try:
         stat = os.statvfs(path)
     except OSError as error:
-        return Finding(check, "bad", "?", f"{path}: {_words(error)}{_advice(error)}")
+        return Finding(check, "bad", "?", f"{path}: cannot be examined {_explained(error)}")
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
     counted = stat.f_files > 0  # a file system such as btrfs makes inodes on demand
     figure = fsio.size_text(free)

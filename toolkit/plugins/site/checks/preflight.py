@@ -1,7 +1,8 @@
 """The preflight: each agent checks its node once, their answers are compared, and bad nodes are marked.
 
-The checks run beside the import of torch on each node, so they do not delay a start where they end before it.
-The supervisor uses no node that they find bad, and one that they find slow only if there is no other.
+The checks run during the import of torch on each node, so they do not delay a start where they end before it. The
+supervisor uses no node that they find bad, and one that they find slow only if there is no other. Where a spare node
+can take the place of another, the GPUs are measured and compared as well.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import logging
 import secrets
 import socket
+import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -30,10 +33,22 @@ from toolkit.nodes.start.launcher import Events
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding
 from toolkit.plugins.site.checks.host import TOKEN, read_soon
 from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
-from toolkit.plugins.site.gpu_speeds import slow_nodes
 from toolkit.run.attempt import verdict
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.stop_path import is_being_ended
+
+#: For the measurement of the GPUs: the import of torch and five seconds of work.
+WAIT_S = 60.0
+LOOK_EVERY_S = 0.2
+#: A GPU is slow below this share of the median of the job's GPUs. Healthy ones of a kind differ by some percent.
+SLOW_SHARE = 0.9
+#: Fewer GPUs are not compared: their median would not tell which of them is slow.
+LEAST_GPUS = 4
+#: The measurement ends itself this long before. The ranks start then, and a CUDA context next to them would take their
+#: memory.
+MARGIN_S = 5
+COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.site.gpu_measure", f"{WAIT_S - MARGIN_S:.0f}")
+_WORDS = {"gemm": "multiplies matrices at", "copy": "copies from the host at"}
 
 log = logs.get(__name__)
 T = TypeVar("T")
@@ -47,7 +62,7 @@ def report_on_nodes(
     *,
     spares: Collection[str] = (),
 ) -> NodesReport:
-    """Have every node of ``job`` checked by its agent. Raises nothing for a sick node.
+    """Have every node of ``job`` checked by its agent.
 
     ``folder`` is the run's, on the file system that all nodes share. ``spares`` are those of the nodes that need not
     answer. ``events`` is the queue of the agents' events. Any other event, such as a signal, ends the wait, and is in
@@ -96,7 +111,11 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
             break
         match event:
             case NodeAnswered(host, CheckAnswered() as answer):
-                _take(nodes[host], answer, event)
+                try:
+                    found = CheckAnswer.parse(answer.text)
+                    nodes[host].take(found, event.asked, event.received, answer.began, answer.ended)
+                except (ValueError, TypeError, KeyError):
+                    nodes[host].failure = answer.text.strip() or "its checks printed nothing; see its agent's log"
             case NodeAnswered():  # an answer to an earlier request
                 continue
             case NodeSilent(host, why, is_certain):
@@ -109,15 +128,6 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
     return list(nodes.values()), errors
 
 
-def _take(node: Heard, checked: CheckAnswered, answered: NodeAnswered) -> None:
-    try:
-        answer = CheckAnswer.parse(checked.text)
-    except (ValueError, TypeError, KeyError):
-        node.failure = checked.text.strip() or "its checks ended without a word; see its agent's log"
-        return
-    node.take(answer, answered.asked, answered.received, checked.began, checked.ended)
-
-
 class SharedFolder:
     """A folder in the run's. This process writes a token that every node reads, and every node writes one."""
 
@@ -127,15 +137,16 @@ class SharedFolder:
 
     def prepare(self) -> str | None:
         """Write the token; return what prevented it, or None."""
+
+        def write() -> None:
+            fsio.make_dir(self.path, parents=0)
+            fsio.write_atomic(self.path / TOKEN, self.token, durable=False)
+
         try:
-            _within(limits().check_folder_s, self._write)
+            _within(limits().check_folder_s, write)
         except OSError as error:
             return f"{self.path.parent}: cannot be written to from {socket.gethostname()}: {error.strerror or error}"
         return None
-
-    def _write(self) -> None:
-        fsio.make_dir(self.path, parents=0)
-        fsio.write_atomic(self.path / TOKEN, self.token, durable=False)
 
     def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Add a finding to each node whose file is not visible here."""
@@ -149,7 +160,7 @@ class SharedFolder:
         )
         for node in nodes:
             if node.name in unseen:
-                node.find(Finding("shared folder", "bad", "differs", text))
+                node.findings = [*(node.findings or ()), Finding("shared folder", "bad", "differs", text)]
 
     def _unseen(self, nodes: Sequence[Heard]) -> set[str]:
         """Return the nodes that have written a file which is not visible. One listing covers nearly all of them.
@@ -220,3 +231,62 @@ def mark_bad_nodes(context: Context) -> None:
     bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
     for host, why in bad.items():
         nodes.condemn(host, why)
+
+
+def slow_nodes(agents: Agents, job: Allocation, events: Events) -> dict[str, str]:
+    """Return the nodes of a job with a slow GPU, see :func:`slow_gpus`. A job of few GPUs has none.
+
+    Components may have GPUs of different kinds: each is compared with itself.
+    """
+    slow: dict[str, str] = {}
+    for hosts in job.by_component:
+        if sum(job.gpus_of[host] for host in hosts) >= LEAST_GPUS:
+            slow |= slow_gpus(agents, hosts, events)
+    return slow
+
+
+def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str, str]:
+    """Return the nodes with a GPU that is slower than the job's others.
+
+    Each comes with a line on what is slow. A node that does not answer in time, or has no torch outside its container,
+    is left out. Anything in ``events``, such as a signal, ends the wait, and stays there.
+    """
+    heard: Events = SimpleQueue()
+    awaited, texts = {*hosts} - agents.silent_hosts, dict[str, str]()
+    number = agents.request(dict.fromkeys(awaited, CheckOrder(COMMAND)), heard)
+    deadline = time.monotonic() + WAIT_S
+    while awaited and events.empty() and time.monotonic() < deadline:
+        try:
+            event = heard.get(timeout=LOOK_EVERY_S)
+        except Empty:
+            continue
+        if isinstance(event, NodeAnswered) and isinstance(event.message, CheckAnswered):
+            texts[event.host] = event.message.text
+        awaited.discard(event.host)
+    agents.withdraw(number)
+    return compare(texts)
+
+
+def compare(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the nodes with a slow GPU, by the texts that the nodes have printed."""
+    slow: dict[str, list[str]] = {}
+    for kind, words in _WORDS.items():
+        speeds: dict[tuple[str, int], float] = {}
+        for host, text in texts.items():
+            speeds |= {(host, gpu): speed for gpu, speed in enumerate(_speeds(text, kind))}
+        if len(speeds) < LEAST_GPUS:
+            continue
+        usual = statistics.median(speeds.values())
+        for (host, gpu), speed in speeds.items():
+            if speed < SLOW_SHARE * usual:
+                share = f"{speed / usual:.0%}".replace("%", " %")
+                slow.setdefault(host, []).append(f"GPU {gpu} {words} {share} of the others' speed")
+    return {host: "; ".join(found) for host, found in slow.items()}
+
+
+def _speeds(text: str, kind: str) -> list[float]:
+    try:
+        return [float(speed) for speed in json.loads(text)[kind]]
+    except (ValueError, TypeError, LookupError):
+        log.warning("the speed of a node's GPUs is not known: %.200s", text.strip())
+        return []

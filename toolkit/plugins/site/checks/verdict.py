@@ -30,7 +30,7 @@ class NodesReport:
     """What is known of the nodes.
 
     ``bad`` has the reason for each node to do without. ``common`` has what is wrong on every node alike, or prevented
-    the checks: no other node mends that. Nothing was heard of the nodes in ``unknown``, which is a warning.
+    the checks: no other node fixes that. Nothing was heard of the nodes in ``unknown``, which is a warning.
     """
 
     hosts: tuple[str, ...]
@@ -44,12 +44,11 @@ class NodesReport:
     @property
     def slow(self) -> dict[str, str]:
         """Return the nodes that are slower than the others, each with what is slow."""
-        slow = {}
-        for host, findings in self.findings.items():
-            texts = [finding.text for finding in findings if finding.check in SPEEDS and finding.text]
-            if texts:
-                slow[host] = "; ".join(texts)
-        return slow
+        texts = {
+            host: "; ".join(each.text for each in findings if each.check in SPEEDS and each.text)
+            for host, findings in self.findings.items()
+        }
+        return {host: text for host, text in texts.items() if text}
 
     @property
     def is_fine(self) -> bool:
@@ -101,20 +100,15 @@ class Heard:
         self.findings = list(answer.findings)
         self.clock = (ended - received, began - asked)
 
-    def find(self, finding: Finding) -> None:
-        """Add a finding of ours to the node's own."""
-        self.findings = [*(self.findings or ()), finding]
-
 
 def judge(
     nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = (), alike: Sequence[Sequence[str]] = ()
 ) -> NodesReport:
     """Compare what was heard of the nodes within ``took_s``.
 
-    ``alike`` are the names of those that may be expected to be equal, in groups: all of them if it is empty.
-
-    A node of which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be
-    slow. ``errors`` are those that name no node; they are the reason if no node was heard at all.
+    ``alike`` are the names of those that may be expected to be equal, in groups: all of them if it is empty. A node of
+    which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be slow.
+    ``errors`` are those that name no node; they are the reason if no node was heard at all.
     """
     if errors and not any(node.findings or node.failure for node in nodes):
         return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
@@ -162,12 +156,11 @@ def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
 
 def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
     """Return each host's texts of this severity, without the checks that are common to its kind."""
-    texts: dict[str, str] = {}
-    for host, findings in by_host.items():
-        text = "; ".join(each.text for each in findings if each.severity == severity and each.check not in common)
-        if text:
-            texts[host] = text
-    return texts
+    texts = {
+        host: "; ".join(each.text for each in findings if each.severity == severity and each.check not in common)
+        for host, findings in by_host.items()
+    }
+    return {host: text for host, text in texts.items() if text}
 
 
 def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Finding]]:
