@@ -51,33 +51,20 @@ _PMI2 = ("MPICH", "Intel(R) MPI", "MVAPICH")
 log = logs.get(__name__)
 
 
-def launcher(
-    config: JobConfig, run: RunDir, slurm: SlurmCommands, agents: Agents, container: Container | None
-) -> SrunLauncher:
-    """Return the launcher for ranks over MPI, or in a container that is a step."""
-    options = limit_options(config.cluster.setup) + ([] if container is None else container.srun_options())
-    return SrunLauncher(run, slurm, agents, options, container, mpi_plugin(config, slurm))
-
-
 class SrunLauncher(AgentUser):
     """Starts ranks as one srun step, each on its planned node: a `Launcher`.
 
-    The ranks are not the agents' children, but report to the agents. Where an agent ends, the ranks of its node notice
-    it, and end.
+    The ranks are not the agents' children, but report to them. Where an agent ends, the ranks of its node notice it,
+    and end.
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        slurm: SlurmCommands,
-        agents: Agents,
-        options: Sequence[str],
-        container: Container | None = None,
-        mpi: str | None = None,
+        self, config: JobConfig, run: RunDir, slurm: SlurmCommands, agents: Agents, container: Container | None
     ) -> None:
-        """Take what the launcher needs: more ``options`` of srun, and the plugin that ranks over MPI need."""
-        self._run, self._slurm, self._agents = run, slurm, agents
-        self._options, self._container, self._mpi = options, container, mpi
+        """Start ranks over MPI, or in ``container``, which is then a step."""
+        self._run, self._slurm, self._agents, self._container = run, slurm, agents, container
+        self._options = limit_options(config.cluster.setup) + ([] if container is None else container.srun_options())
+        self._mpi = mpi_plugin(config, slurm)
         self._step: _SrunRanks | None = None
 
     def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
@@ -210,7 +209,6 @@ def _last_use(folder: Path) -> float:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a copy, or what is left of one. Its folder is locked."""
     (folder / WHOLE).unlink(missing_ok=True)  # first: without it no job takes the rest for whole
     fsio.remove_tree(folder)
 
@@ -310,7 +308,12 @@ def main(arguments: list[str]) -> None:
     """Copy what the request names, then hold the copies; or check copies."""
     logs.setup("copying")
     if arguments == ["check"]:
-        print(json.dumps(_whole(json.load(sys.stdin))))
+        found = {}
+        for source, path in json.load(sys.stdin).items():
+            folder = next(folder for folder in Path(path).parents if folder.parent.name.startswith(OWN_FOLDER))
+            if is_whole(folder):
+                found[source] = path
+        print(json.dumps(found))
         return
     request = CopyRequest.from_json(json.load(sys.stdin))
     os.nice(request.nice)
@@ -333,22 +336,9 @@ def main(arguments: list[str]) -> None:
     took_s = time.monotonic() - began if is_new else 0.0
     print(json.dumps({"copies": copies, "problems": problems, "damaged": damaged, "took_s": took_s}), flush=True)
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # its end tells the agent that the answer is complete
-    if locks:
-        _hold(locks)
-
-
-def _whole(copies: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``copies`` that still have all their files."""
-    found = {}
-    for source, copy in copies.items():
-        folder = next(folder for folder in Path(copy).parents if folder.parent.name.startswith(OWN_FOLDER))
-        if is_whole(folder):
-            found[source] = copy
-    return found
-
-
-def _hold(locks: list[int]) -> None:
-    """Become a small program that keeps the locks until the agent ends. This process dies with the agent."""
+    if not locks:
+        return
+    # Become a small program that keeps the locks until the agent ends. This process dies with the agent.
     for lock in locks:
         os.set_inheritable(lock, True)
     program = shutil.which("sleep")

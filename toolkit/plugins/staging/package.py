@@ -117,7 +117,7 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
 
 
 def _remove_unused(cache: Path, used: Package) -> None:
-    """Remove packages that no job uses any more, and what a packer that was killed has left."""
+    """Remove packages that no job uses any more, and what a killed packer has left."""
     now = time.time()
     for path in cache.iterdir():
         with contextlib.suppress(OSError):
@@ -181,14 +181,10 @@ def _entries(source: PackageSource, request: PackRequest) -> list[_PackageEntry]
             raise StagingError(f"{path} is neither a file nor a folder")
         return [_PackageEntry(path.name, tarfile.REGTYPE, status.st_mode, status.st_size, status.st_mtime_ns)]
     entries = list(_walk(str(path), "", LINKED_FOLDERS if is_environment else ()))
-    if not is_environment:
-        return entries
-    return [
-        _PackageEntry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name))
-        if _is_linked(entry, request.has_gpus)
-        else entry
-        for entry in entries
-    ]
+    for number, entry in enumerate(entries if is_environment else ()):
+        if _is_linked(entry, request.has_gpus):
+            entries[number] = _PackageEntry(entry.name, tarfile.SYMTYPE, target=str(path / entry.name))
+    return entries
 
 
 def _walk(folder: str, prefix: str, left_out: Collection[str]) -> Iterator[_PackageEntry]:
@@ -242,7 +238,6 @@ class SummedFile:
         return data
 
     def write(self, data: bytes) -> int:
-        """Write ``data``."""
         self._add(data)
         self._file.write(data)
         return len(data)
@@ -318,7 +313,6 @@ def _add(tar: tarfile.TarFile, path: Path, entry: _PackageEntry) -> None:
 
 
 def main() -> None:
-    """Pack what the request names."""
     request = PackRequest.from_json(json.load(sys.stdin))
     os.nice(request.nice)
     for source in request.sources:

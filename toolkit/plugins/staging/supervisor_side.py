@@ -49,7 +49,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class ImportFigures(FileRecord):
-    """What has been measured of one environment, beside its packages. Each is the slowest node's."""
+    """What has been measured of one environment. Each is the slowest node's."""
 
     import_s: float | None = None  #: from the shared disk
     waited_s: float | None = None  #: of this the wait for files
@@ -58,10 +58,7 @@ class ImportFigures(FileRecord):
 
     @property
     def pays(self) -> bool:
-        """True if a copy saves a node more time than it takes to make.
-
-        It must save ``LEAST_GAIN_S`` or more. The time to make a copy counts once it has been measured.
-        """
+        """True if a copy saves a node ``LEAST_GAIN_S`` or more, and more than it takes to make (once that is known)."""
         waited_s = self.waited_s or 0.0
         return waited_s >= LEAST_GAIN_S and (self.copied_s is None or self.copied_s < waited_s)
 
@@ -76,7 +73,7 @@ def environment_source() -> PackageSource | None:
 
 
 class NodeStaging(AgentUser):
-    """Decides what is copied, and follows the copying. See the module. ``tell`` gets a line for each result."""
+    """Decides what is copied, and follows the copying. ``tell`` gets a line for each result."""
 
     def __init__(
         self, run: RunDir, config: JobConfig, allocation: Allocation, launcher: Launcher, tell: Callable[[str], None]
@@ -104,20 +101,22 @@ class NodeStaging(AgentUser):
 
     def decide(self) -> None:
         """Decide what the ranks wait for. To be called before the agents are started."""
-        if self._launcher is None:
-            self._refuse("the ranks are started by srun, not by the agents")
-        elif self._config.cluster.container is not None:
-            self._refuse("the ranks use what is in the image of cluster.container")
-        else:
-            agents = self._launcher.agents
-            agents.listeners = (*agents.listeners, self)
-            self._decide_environment()
-            self._first += self._data
-            if self._data:
-                self._limit_s = limits().copies_s
-            if self._first:
-                self._deadline = time.monotonic() + self._limit_s
-                self._launcher.holds_zygotes = True  # they would import from the shared disk
+        if self._launcher is None or self._config.cluster.container is not None:
+            why = "the ranks use what is in the image of cluster.container"
+            if self._launcher is None:
+                why = "the ranks are started by srun, not by the agents"
+            if self._config.cluster.stage == "always" or self._data:
+                self._note(f"nothing is copied to the nodes: {why}", is_problem=True)
+            return
+        agents = self._launcher.agents
+        agents.listeners = (*agents.listeners, self)
+        self._decide_environment()
+        self._first += self._data
+        if self._data:
+            self._limit_s = limits().copies_s
+        if self._first:
+            self._deadline = time.monotonic() + self._limit_s
+            self._launcher.holds_zygotes = True  # they would import from the shared disk
 
     def _decide_environment(self) -> None:
         stage, source = self._config.cluster.stage, self._environment
@@ -146,10 +145,6 @@ class NodeStaging(AgentUser):
             self._limit_s = self._figures.waited_s or 0.0
         else:
             self._measures = True
-
-    def _refuse(self, why: str) -> None:
-        if self._config.cluster.stage == "always" or self._data:
-            self._note(f"nothing is copied to the nodes: {why}", is_problem=True)
 
     def begin(self) -> None:
         """Begin to pack and to copy. To be called when the agents can be reached."""
@@ -216,8 +211,7 @@ class NodeStaging(AgentUser):
             self._note(f"nothing is copied to the nodes: {error}", is_problem=True)
             return []
         # The packer prints one line for each source: its package, or why it cannot be copied.
-        answers = [json.loads(line) for line in output.splitlines()]
-        for answer in answers:
+        for answer in map(json.loads, output.splitlines()):
             if "problem" in answer:
                 self._note(f"{answer['source']} is not copied to the nodes: {answer['problem']}", is_problem=True)
             else:
@@ -234,31 +228,25 @@ class NodeStaging(AgentUser):
             self._launcher.agents.send(host, order)
 
     def take_message(self, host: str, message: Message) -> None:
+        # Files are written in threads: the shared disk may be slow.
         if isinstance(message, ZygoteReady):
-            self._note_imported(host, message)
+            self._imported[host] = message
+            if not self._hosts <= self._imported.keys() | self._lost:
+                return
+            if all(imported.is_of_a_copy for imported in self._imported.values()):
+                threading.Thread(target=self._note_gain, daemon=True).start()
+            elif self._measures:
+                self._measures = False
+                threading.Thread(target=self._judge_imports, daemon=True).start()
         elif isinstance(message, NodeStaged):
-            self._note_staged(host, message)
-
-    def _note_imported(self, host: str, message: ZygoteReady) -> None:
-        self._imported[host] = message
-        if not self._hosts <= self._imported.keys() | self._lost:
-            return
-        # Files are written in a thread of their own: the shared disk may be slow.
-        if all(message.is_of_a_copy for message in self._imported.values()):
-            threading.Thread(target=self._note_gain, daemon=True).start()
-        elif self._measures:
-            self._measures = False
-            threading.Thread(target=self._judge_imports, daemon=True).start()
-
-    def _note_staged(self, host: str, message: NodeStaged) -> None:
-        is_first = host not in self._copied
-        self._copied[host] = message
-        for problem in message.problems:
-            log.warning("node %s: %s: it uses the original", host, problem)
-        for key in message.damaged:
-            package.discard(self._packages[key])
-        if is_first and not self._first and self._hosts <= self._copied.keys() | self._lost:
-            threading.Thread(target=self._summarize, args=[self._hosts], daemon=True).start()
+            is_first = host not in self._copied
+            self._copied[host] = message
+            for problem in message.problems:
+                log.warning("node %s: %s: it uses the original", host, problem)
+            for key in message.damaged:
+                package.discard(self._packages[key])
+            if is_first and not self._first and self._hosts <= self._copied.keys() | self._lost:
+                threading.Thread(target=self._summarize, args=[self._hosts], daemon=True).start()
 
     def agent_ended(self, host: str, why: str) -> None:
         self._lost.add(host)
@@ -301,7 +289,7 @@ class NodeStaging(AgentUser):
         self._note(f"imports took {took_s:.1f} s from the nodes' copies{before}")
 
     def _summarize(self, hosts: Collection[str]) -> None:
-        """Tell what was copied, and how long that took."""
+        """Report what was copied, and how long that took."""
         copied = {host: self._copied[host] for host in hosts if host in self._copied}
         if not copied or not self._packages:
             return

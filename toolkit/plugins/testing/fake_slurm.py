@@ -40,50 +40,7 @@ class Sent:
     batch: bool = False
 
 
-class _FakeJobs:
-    """The jobs that the fake controller and its accounting know."""
-
-    is_up: bool
-    accounting: bool
-    _jobs: dict[str, JobRow]
-    _accounted: dict[str, JobRow]
-
-    def _contact(self) -> None:
-        if not self.is_up:
-            raise SlurmError("Unable to contact slurm controller (connect failure)")
-
-    def _find(self, job_id: str) -> list[JobRow]:
-        rows = self._jobs.values()
-        named = [row for row in rows if row.requeue_id == job_id]
-        return named or [row for row in rows if job_id in (row.job_id, row.array_job_id)]
-
-    def _known(self, job_id: str) -> list[JobRow]:
-        rows = self._find(job_id)
-        if not rows:
-            raise SlurmError(f"Invalid job id specified: {job_id}")
-        return rows
-
-    def _one(self, job_id: str) -> JobRow:
-        (row,) = self._known(job_id)
-        return row
-
-    def _running(self, job_id: str) -> JobRow:
-        row = self._one(job_id)
-        assert row.state == "RUNNING", f"job {job_id} is {row.state}, not RUNNING"
-        return row
-
-    def _set(self, row: JobRow, **changes: Any) -> None:
-        self._jobs[row.job_id] = replace(row, **changes)
-
-    def _status(self, job_id: str) -> JobStatus | None:
-        # Accounting's rows stand behind the controller's.
-        gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
-        rows = self._find(job_id) + (gone if self.accounting else [])
-        row = present_of(rows)
-        return None if row is None else _accounted(row) if row in gone else _status_of(row)
-
-
-class FakeSlurm(_FakeJobs):
+class FakeSlurm:
     """The fake, see the module's text. ``sent``, ``submitted``, ``excluded``, ``depends`` and ``kept`` record calls."""
 
     def __init__(self, now: float = 1_800_000_000.0, accounting: bool = True, preempt_mode: str = "REQUEUE") -> None:
@@ -314,6 +271,40 @@ class FakeSlurm(_FakeJobs):
                     self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
 
     # -------------------------------------------------------------------------------------------------- inside
+
+    def _contact(self) -> None:
+        if not self.is_up:
+            raise SlurmError("Unable to contact slurm controller (connect failure)")
+
+    def _find(self, job_id: str) -> list[JobRow]:
+        rows = self._jobs.values()
+        named = [row for row in rows if row.requeue_id == job_id]
+        return named or [row for row in rows if job_id in (row.job_id, row.array_job_id)]
+
+    def _known(self, job_id: str) -> list[JobRow]:
+        rows = self._find(job_id)
+        if not rows:
+            raise SlurmError(f"Invalid job id specified: {job_id}")
+        return rows
+
+    def _one(self, job_id: str) -> JobRow:
+        (row,) = self._known(job_id)
+        return row
+
+    def _running(self, job_id: str) -> JobRow:
+        row = self._one(job_id)
+        assert row.state == "RUNNING", f"job {job_id} is {row.state}, not RUNNING"
+        return row
+
+    def _set(self, row: JobRow, **changes: Any) -> None:
+        self._jobs[row.job_id] = replace(row, **changes)
+
+    def _status(self, job_id: str) -> JobStatus | None:
+        # Accounting's rows stand behind the controller's.
+        gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
+        rows = self._find(job_id) + (gone if self.accounting else [])
+        row = present_of(rows)
+        return None if row is None else _accounted(row) if row in gone else _status_of(row)
 
     def _cancel(self, row: JobRow) -> None:
         if phase(row.state) is Phase.PENDING or row.state == "SUSPENDED":  # without a word to its processes

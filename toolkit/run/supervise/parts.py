@@ -55,9 +55,9 @@ def launcher(
 ) -> Launcher:
     """Return what starts the ranks of a Slurm job: srun over MPI or in a container that is a step, else the agents."""
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        from toolkit.plugins.mpi import srun_launcher
+        from toolkit.plugins.mpi.srun_launcher import SrunLauncher
 
-        return srun_launcher.launcher(config, run, slurm, agents, container)
+        return SrunLauncher(config, run, slurm, agents, container)
     return AgentLauncher(run, allocation, agents, container, cache(partial(settings_of, slurm)))
 
 

@@ -65,8 +65,8 @@ def _naming(method: _Method[_Arguments]) -> _Method[_Arguments]:
 _Group: Any = dist.ProcessGroup  # for the type checker: torch's own signatures differ from version to version
 
 
-class MpiGroupBase(_Group):  # type: ignore[misc]
-    """What torch asks of a group besides operations, and how an operation starts."""
+class MpiGroup(_Group):  # type: ignore[misc]
+    """torch's process group over one communicator. Names and arguments of the methods are torch's, old and new."""
 
     def __init__(self, comm: MPI.Intracomm, world_rank: int, timeout: timedelta) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
@@ -98,7 +98,7 @@ class MpiGroupBase(_Group):  # type: ignore[misc]
         self._described = description
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the group, which is its own backend on every device."""
+        """Return the group, which is its backend on every device."""
         return self
 
     def shutdown(self) -> None:
@@ -147,10 +147,6 @@ class MpiGroupBase(_Group):  # type: ignore[misc]
     # The names of these in torch < 2.15, whose C++ also looks for those above.
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
-
-
-class MpiGroup(MpiGroupBase):
-    """torch's process group over one communicator. Names and arguments of the methods are torch's, old and new."""
 
     # ------------------------------------------------------------------------------------------------- to all ranks
 
@@ -241,10 +237,8 @@ class MpiGroup(MpiGroupBase):
         # The input may be this rank's part of the output: MPI forbids the same memory on both sides.
         is_in_place = sent.data_ptr() == received.data_ptr() + self._own * sent.nbytes
         memory, _, datatype = described(received)
-        arguments = (
-            MPI.IN_PLACE if is_in_place else described(sent),
-            [memory, sent.numel(), datatype],
-        )  # from each rank
+        from_each = [memory, sent.numel(), datatype]
+        arguments = (MPI.IN_PLACE if is_in_place else described(sent), from_each)
         finish = partial(give_back, received, output)
         return self._do("Allgather", [arguments], opts, finish, [output], (sent, received))
 

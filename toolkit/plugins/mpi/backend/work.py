@@ -148,21 +148,13 @@ class MpiMessage(MpiWork):
         # Only one thread tests the request; another one returns what is known so far.
         if not self._ended.is_set() and self._asking.acquire(blocking=False):
             try:
-                self._ask()
+                if not self._ended.is_set() and self._request.Test(self._status):
+                    self._end()
+            except MPI.Exception as error:
+                self._end(error)
             finally:
                 self._asking.release()
         return self._ended.is_set()
-
-    def _ask(self) -> None:
-        if self._ended.is_set():
-            return
-        try:
-            is_done = self._request.Test(self._status)
-        except MPI.Exception as error:
-            self._end(error)
-        else:
-            if is_done:
-                self._end()
 
     def _ends_within(self, limit_s: float) -> bool:
         start = time.monotonic()
