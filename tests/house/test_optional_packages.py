@@ -20,7 +20,7 @@ from toolkit.base import torch_version
 from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import DataConfig
 from toolkit.data.datasets import Pictures
-from toolkit.plugins.formats.images import catalog, downloads, photographs, small
+from toolkit.plugins.formats.images import catalog, photographs, small
 from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.plugins.formats.tokens.folder import load_tokenizer
 from toolkit.plugins.sweep.axes import Discrete, draw
@@ -40,8 +40,8 @@ IMAGES = r"torchvision is not installed for .*python.*: pip install 'slurm-batch
 #: The missing package, what is called, with the test's folder, and what that says.
 CASES: list[tuple[str, Callable[[Path], Any], str]] = [
     *(("torchvision", partial(submit, f"data.name={name}"), IMAGES) for name in (*catalog.FILES, "image_folder")),
-    ("torchvision", lambda path: downloads.fetch("mnist", str(path)), IMAGES),
-    ("torchvision", lambda path: downloads.fetch_weights("ResNet18_Weights.IMAGENET1K_V1", str(path)), IMAGES),
+    ("torchvision", lambda path: small.fetch("mnist", str(path)), IMAGES),
+    ("torchvision", lambda path: small.fetch_weights("ResNet18_Weights.IMAGENET1K_V1", str(path)), IMAGES),
     ("torchvision", lambda _: small.build(DataConfig("mnist")), IMAGES),
     ("torchvision", lambda path: photographs.build(DataConfig("image_folder", root=str(path))), IMAGES),
     (

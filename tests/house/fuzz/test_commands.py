@@ -23,7 +23,7 @@ from toolkit.config import JobConfig, load_config
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.formats.images import downloads
+from toolkit.plugins.formats.images import small
 from toolkit.plugins.site import doctor, resume_check
 from toolkit.run.rank import main as rank
 from toolkit.run.submission import executors, inside_allocation
@@ -63,7 +63,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(rank, "signals", _Nothing())
     monkeypatch.setattr(rank, "faulthandler", SimpleNamespace(enable=lambda: None))
     monkeypatch.setattr(rank, "hang", SimpleNamespace(answer=lambda rank: None))
-    monkeypatch.setattr(downloads, "fetch", lambda name, root: _refuse())
+    monkeypatch.setattr(small, "fetch", lambda name, root: _refuse())
     monkeypatch.setattr(resume_check, "check", lambda *args: _refuse())
     monkeypatch.setattr(doctor, "ask_nodes", lambda *args, **kwargs: _refuse())
     monkeypatch.setattr(disk, "remove", lambda run: _refuse())

@@ -26,6 +26,7 @@ from tests.process_limits import ChangeLimits
 from tests.unit.nodes.test_agents import Site, check, opened
 from tests.unit.nodes.test_steps import await_true
 from toolkit.base import fsio, staged, this_node
+from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.messages import Message, NodeStaged, StacksOrder, StageOrder
@@ -612,11 +613,11 @@ def test_a_cache_that_others_may_write_to_is_refused(source: Path, cache: Path) 
     made = packed(source, cache)
     cache.chmod(0o777)
     for path in (source, source / "a.txt"):
-        with pytest.raises(StagingError, match=r"copies for the nodes: .*cache belongs to .* and has mode 0777"):
+        with pytest.raises(RequestError, match=r"copies for the nodes: .*cache belongs to .* and has mode 0777"):
             packed(path, cache)
     cache.chmod(0o700)
     cache.parent.chmod(0o777)
-    with pytest.raises(StagingError, match="others may write into"):
+    with pytest.raises(RequestError, match="others may write into"):
         packed(source, cache)
     cache.parent.chmod(0o700)
     assert packed(source, cache) == made

@@ -12,7 +12,7 @@ EXAMPLES = (
     ("toolkit data tokenize books/ --tokenizer tokenizer.json --out tokens", "texts as tokens; continues after a kill"),
 )
 #: Named and not imported: it needs torchvision, and an unknown name is refused without.
-_FETCH_WEIGHTS = "toolkit.plugins.formats.images.downloads:fetch_weights"
+_FETCH_WEIGHTS = "toolkit.plugins.formats.images.small:fetch_weights"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -85,7 +85,7 @@ def copy(package: Package, folders: list[Path]) -> Copy:
             return _copy_in(_own_folder(disk) / package.key, package)
         except DamagedPackageError:
             raise
-        except StagingError as error:
+        except RequestError as error:
             reasons.append(str(error))
         except OSError as error:
             if str(error.filename) == package.file:
@@ -95,7 +95,7 @@ def copy(package: Package, folders: list[Path]) -> Copy:
 
 
 def _own_folder(disk: Path) -> Path:
-    """Return this user's folder on a disk that other users may write to as well. Raises StagingError."""
+    """Return this user's folder on a disk that other users may write to as well. Raises RequestError."""
     own = disk / f"{OWN_FOLDER}{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         fsio.make_new_dir(own)
@@ -103,10 +103,7 @@ def _own_folder(disk: Path) -> Path:
     # Programs run from there: another user's folder, or a link, is not to be trusted.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StagingError(f"{own} is not a folder that only this user can write to; remove it")
-    try:
-        trust.refuse_of_others(own, "copies")  # through a folder above they could replace it as well
-    except RequestError as error:
-        raise StagingError(str(error)) from error
+    trust.refuse_of_others(own, "copies")  # through a folder above they could replace it as well
     if os.statvfs(own).f_flag & os.ST_NOEXEC:
         raise StagingError(f"{disk} is mounted noexec: no library can be loaded from there")
     return own
@@ -326,7 +323,7 @@ def main(arguments: list[str]) -> None:
     for package in request.packages:
         try:
             made = copy(package, folders)
-        except (StagingError, OSError) as error:
+        except (RequestError, OSError) as error:
             problems.append(f"{package.source}: {error}")
             damaged += [package.key] if isinstance(error, DamagedPackageError) else []
             continue

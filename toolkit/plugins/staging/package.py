@@ -40,8 +40,8 @@ UNREAD_SUFFIXES = (".a", ".bc")
 LINKED_FOLDERS = ("pkgs", "envs")
 
 
-class StagingError(Exception):
-    """What cannot be staged, and why; the run goes on without."""
+class StagingError(RequestError):
+    """What cannot be staged, and why; the run continues without."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _PackageEntry:
 
 
 def pack(source: PackageSource, request: PackRequest) -> Package:
-    """Return the package of ``source``. It is made if there is none. Raises StagingError, OSError."""
+    """Return the package of ``source``. It is made if there is none. Raises RequestError, OSError."""
     cache, path = Path(request.cache), Path(source.path)
     entries = _entries(source, request)
     total = sum(entry.size for entry in entries)
@@ -107,8 +107,9 @@ def pack(source: PackageSource, request: PackRequest) -> Package:
     record = cache / f"{key}.json"
     file = cache / f"{key}.tar" if path.is_dir() else path
     known = Package.read_or_none(record)
+    size_bytes = file.stat().st_size if file.exists() else None
     # A record that names another file would have that read on the nodes, and removed by discard().
-    if known is None or known.file != str(file) or not _is_there(known):
+    if known is None or known.file != str(file) or known.size_bytes != size_bytes:
         known = _make(source, request, entries, key, file)
         fsio.write_json(record, known.to_json())
     os.utime(record)  # its last use
@@ -143,11 +144,8 @@ def room_bytes(folder: Path) -> int:
 
 
 def refuse_cache_of_others(cache: Path) -> None:
-    """Raise StagingError if another user may change what is in ``cache``. Nodes run programs from there."""
-    try:
-        trust.refuse_of_others(cache, "copies for the nodes")
-    except RequestError as error:
-        raise StagingError(str(error)) from error
+    """Raise RequestError if another user may change what is in ``cache``. Nodes run programs from there."""
+    trust.refuse_of_others(cache, "copies for the nodes")
 
 
 def discard(package: Package) -> None:
@@ -156,12 +154,6 @@ def discard(package: Package) -> None:
         if package.is_archive:
             Path(package.file).with_suffix(".json").unlink(missing_ok=True)
             Path(package.file).unlink(missing_ok=True)
-
-
-def _is_there(package: Package) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(package.file).stat().st_size == package.size_bytes
-    return False
 
 
 def _key(source: PackageSource, entries: list[_PackageEntry]) -> str:
@@ -319,7 +311,7 @@ def main() -> None:
         answer: dict[str, Any]
         try:
             answer = {"package": pack(source, request).to_json()}
-        except StagingError as error:
+        except RequestError as error:
             answer = {"problem": str(error)}
         except OSError as error:
             answer = {"problem": f"{error.filename or source.path}: {error.strerror or error}"}

@@ -24,6 +24,7 @@ from pathlib import Path
 from queue import Empty
 
 from toolkit.base import fsio, logs, this_node
+from toolkit.base.errors import RequestError
 from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files.records import FileRecord
@@ -36,7 +37,7 @@ from toolkit.nodes.start.children import start_child
 from toolkit.nodes.start.launcher import Events, Launcher
 from toolkit.plugins.staging import package
 from toolkit.plugins.staging.copying import CopyRequest
-from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit.plugins.staging.package import Package, PackageSource, PackRequest
 
 #: What a start must gain at the least for ``auto`` to copy an environment.
 LEAST_GAIN_S = 2.0
@@ -124,7 +125,7 @@ class NodeStaging(AgentUser):
             return
         try:
             package.refuse_cache_of_others(self._cache)
-        except (StagingError, OSError) as error:
+        except (RequestError, OSError) as error:
             self._note(f"the environment is not copied to the nodes: {error}", is_problem=True)
             return
         if source is None:
@@ -266,7 +267,7 @@ class NodeStaging(AgentUser):
             fsio.make_dir(self._cache, parents=0)
             package.refuse_cache_of_others(self._cache)
             fsio.write_json(self._figures_file, self._figures.to_json())
-        except (StagingError, OSError) as error:
+        except (RequestError, OSError) as error:
             log.warning("%s: cannot be written: %s", self._figures_file, error)
 
     def _judge_imports(self) -> None:

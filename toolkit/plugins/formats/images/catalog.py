@@ -83,7 +83,7 @@ TORCHVISION = "torchvision", "images", "images"
 _HERE = "toolkit.plugins.formats.images"
 _OF_TORCHVISION: Any = {
     "build": f"{_HERE}.small:build",
-    "fetch": f"{_HERE}.downloads:fetch",
+    "fetch": f"{_HERE}.small:fetch",
     "check": _check,
     "package": TORCHVISION,
 }

@@ -36,7 +36,7 @@ class ParquetFormat:
                 "Parquet shards need pyarrow: pip install 'slurm-batch-toolkit[shards]', on the compute nodes' Python"
             ) from error
         self._parquet: Any = pyarrow.parquet
-        self._footers = lru_cache(FOOTERS)(self._footer)
+        self._footers = lru_cache(FOOTERS)(lambda path, mtime_ns: self._parquet.read_metadata(path))
         self._partitions: dict[str, type] = {}
 
     def scan(self, path: Path) -> Scan:
@@ -92,9 +92,6 @@ class ParquetFormat:
                 begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
                 found.append((begin, chunk.total_compressed_size))
         return found
-
-    def _footer(self, path: Path, mtime_ns: int) -> Any:
-        return self._parquet.read_metadata(path)
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
         return f"row group {block}" if number is None else f"row {number} of row group {block}"
@@ -158,15 +155,15 @@ class ParquetBlock:
         return {name: _value(column, number) for name, column in self._columns.items()}
 
     def rows(self, numbers: Indices) -> dict[str, Any]:
-        return {name: _values_of(column, numbers) for name, column in self._columns.items()}
-
-
-def _values_of(column: Any, numbers: Indices) -> Any:
-    if isinstance(column, np.ndarray):
-        return column[numbers]
-    if isinstance(column, ArrowTexts):
-        return column.some(numbers)
-    return [_value(column, number) for number in numbers.tolist()]
+        found: dict[str, Any] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, np.ndarray):
+                found[name] = column[numbers]
+            elif isinstance(column, ArrowTexts):
+                found[name] = column.some(numbers)
+            else:
+                found[name] = [_value(column, number) for number in numbers.tolist()]
+        return found
 
 
 def _value(column: Any, number: int) -> Any:

@@ -8,7 +8,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -119,7 +118,10 @@ def tokenize(
     parts = [encoder.name, str(encoder.end), field, str(shard_tokens), *identities]
     request = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     fsio.make_dir(out)
-    with _locked(out):
+    lock = fsio.try_lock(out / ".lock")  # which ends with its process
+    if lock is None:
+        raise RequestError(f"{out}: another `toolkit data tokenize` writes into it at this moment")
+    try:
         if (index := TokenIndex.read(out / INDEX)) is not None:
             _refuse_other(out, index.request, request)
             return index
@@ -143,6 +145,8 @@ def tokenize(
             fsio.append_json_line(out / _PROGRESS, shard.to_json())
             log.info("%s: %d tokens of %d documents", shard_name(len(progress) - 1), shard.tokens, shard.documents)
             progress.append(shard)
+    finally:
+        os.close(lock)
 
 
 def pack_bytes(files: Sequence[Path], out: Path, alive: Callable[[], None] = lambda: None) -> None:
@@ -244,18 +248,6 @@ def _refuse_other(out: Path, begun: str, request: str) -> None:
             f"{out} holds tokens of other files, or made in another way (tokenizer, field, end, size of a shard); "
             "choose another folder for --out, or remove this one"
         )
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keep other writers out. Raises RequestError if one is at work. The lock ends with its process."""
-    fd = fsio.try_lock(out / ".lock")
-    if fd is None:
-        raise RequestError(f"{out}: another `toolkit data tokenize` writes into it at this moment")
-    try:
-        yield
-    finally:
-        os.close(fd)
 
 
 def input_files(inputs: Sequence[str], out: Path) -> list[Path]:

@@ -34,7 +34,9 @@ def check_gpus(
         gpus = open_gpus(environ)
     except GpusError as error:
         return [Finding("gpus", "bad", f"0 of {asked}", f"{error}; the driver is not well: have the node drained")]
-    named = _named(environ)
+    # The devices that variables name for this process, of whichever maker; None if none is set.
+    levels = [level for kind in GPUS for level in visible_words(kind, environ)]
+    named = min((words for _, words in levels), key=len, default=None)
     # A part of a GPU counts as one. The memory of its GPU is used by other jobs, too.
     if any(word.startswith(PART) for word in named or ()):
         return [_count(asked, len(named or ()), environ)]
@@ -43,12 +45,6 @@ def check_gpus(
         return [_count(asked, there if named is None else min(there, len(named)), environ)]
     counted = _count(asked, sum(gpu.devices for gpu in gpus.gpus), environ)
     return [replace(counted, text=counted.text or gpus.cannot_tell), _leftovers(gpus)]
-
-
-def _named(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the devices that variables name for this process, of whichever maker; None if none is set."""
-    levels = [level for kind in GPUS for level in visible_words(kind, environ)]
-    return min((words for _, words in levels), key=len, default=None)
 
 
 def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
@@ -115,12 +111,15 @@ def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
 
 def infiniband_ports(sysfs: Path = SYSFS) -> list[IbPort]:
     """Return the ACTIVE ports, by device and port. A port that is down or being configured is not listed."""
-    ports = [
-        _read_port(sysfs, device, port)
-        for device in _entries(sysfs / "class/infiniband")
-        for port in _entries(device / "ports")
-    ]
-    return [port for port in ports if port.state == "ACTIVE"]
+    ports = []
+    for device in _entries(sysfs / "class/infiniband"):
+        for port in _entries(device / "ports"):
+            state = read_sysfs(port / "state").rpartition(":")[2].strip()  # of ``4: ACTIVE``
+            if state == "ACTIVE":
+                number, layer = int(port.name), read_sysfs(port / "link_layer")
+                rate_gbps = float(read_sysfs(port / "rate").split(" ")[0] or 0)  # of ``400 Gb/sec (4X NDR)``
+                ports.append(IbPort(device.name, number, state, rate_gbps, layer, _netdev(device, number)))
+    return ports
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -128,19 +127,6 @@ def _entries(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path.name))
-
-
-def _read_port(sysfs: Path, device: Path, port: Path) -> IbPort:
-    """Read a port. ``state`` holds ``4: ACTIVE`` and ``rate`` holds ``400 Gb/sec (4X NDR)``."""
-    rate = read_sysfs(port / "rate").split(" ")[0]
-    return IbPort(
-        device=device.name,
-        port=int(port.name),
-        state=read_sysfs(port / "state").rpartition(":")[2].strip(),
-        rate_gbps=float(rate or 0),
-        link_layer=read_sysfs(port / "link_layer"),
-        netdev=_netdev(device, int(port.name)),
-    )
 
 
 def _netdev(device: Path, port: int) -> str | None:

@@ -273,7 +273,10 @@ def compare(texts: Mapping[str, str]) -> dict[str, str]:
     for kind, words in _WORDS.items():
         speeds: dict[tuple[str, int], float] = {}
         for host, text in texts.items():
-            speeds |= {(host, gpu): speed for gpu, speed in enumerate(_speeds(text, kind))}
+            try:
+                speeds |= {(host, gpu): float(speed) for gpu, speed in enumerate(json.loads(text)[kind])}
+            except (ValueError, TypeError, LookupError):
+                log.warning("the speed of a node's GPUs is not known: %.200s", text.strip())
         if len(speeds) < LEAST_GPUS:
             continue
         usual = statistics.median(speeds.values())
@@ -282,11 +285,3 @@ def compare(texts: Mapping[str, str]) -> dict[str, str]:
                 share = f"{speed / usual:.0%}".replace("%", " %")
                 slow.setdefault(host, []).append(f"GPU {gpu} {words} {share} of the others' speed")
     return {host: "; ".join(found) for host, found in slow.items()}
-
-
-def _speeds(text: str, kind: str) -> list[float]:
-    try:
-        return [float(speed) for speed in json.loads(text)[kind]]
-    except (ValueError, TypeError, LookupError):
-        log.warning("the speed of a node's GPUs is not known: %.200s", text.strip())
-        return []
