@@ -29,7 +29,7 @@ def test_importing_the_package_loads_neither_torch_nor_a_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("version", [None, "2.5.9", "1.99"])
+@pytest.mark.parametrize("version", [None, "2.5.9", "1.99", "2.5rc1"])
 def test_a_library_that_is_missing_or_too_old_is_named_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:

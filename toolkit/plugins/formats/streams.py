@@ -1,17 +1,13 @@
-"""Data without an index: each rank reads its own stream.
+"""Data without an index: each rank reads its own stream, whose position a checkpoint holds.
 
-A checkpoint holds the stream's position.
+Guaranteed: a resume on as many ranks gives exactly the samples that would have followed, seeded by the seed and their
+positions, with or without a worker that reads ahead. A stream that ends begins its next epoch. Uneven streams do so at
+different times: samples of a short stream come more often, and the epochs that the loop counts follow from
+``dataset_size`` alone.
 
-Guaranteed: a resume on as many ranks gives exactly the samples that would have followed. They are seeded by the seed
-and their positions, as those of a data set with an index are, with or without a worker that reads ahead. Samples read
-ahead but not trained on are read again. A stream that ends begins its next epoch. Uneven streams do so at different
-times: samples of a short stream come more often than those of a long one, and the epochs that the loop counts follow
-from ``dataset_size`` alone.
-
-Not guaranteed: that another number of ranks sees the same samples. Only the stream knows what it has left, and it
-cannot be divided anew, so a resume on another number of ranks or with other shares is refused. The code that builds a
-stream from its share must see to it that ranks do not read the same samples, and must handle samples that cannot be
-read.
+Not guaranteed: that another number of ranks sees the same samples. Only the stream knows what it has left, so a resume
+on another number of ranks or with other shares is refused. The code that builds a stream from its share must see to it
+that ranks do not read the same samples, and must handle samples that cannot be read.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Importing this package loads no library. Each name below loads its own on first 
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def __getattr__(name: str) -> Any:
         version = metadata.version(library)
     except metadata.PackageNotFoundError:
         version = "none"
-    if version == "none" or tuple(int(part) for part in version.split(".")[:2]) < oldest:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
         raise ConfigError(
             f"{name} needs {library} {needed} or newer, and {version} is installed: "
             "pip install 'slurm-batch-toolkit[integrations]'"

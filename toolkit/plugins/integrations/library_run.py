@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from toolkit import hang
@@ -136,7 +135,12 @@ class LibraryRun(TrainingRun):
 
     def log_all(self, values: Mapping[str, Any]) -> None:
         """Log those of ``values`` that are single numbers."""
-        self.log(**{name: value for name, value in values.items() if _is_number(value)})
+        numbers = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        self.log(**numbers)
 
     def _write(self) -> None:
         means = {tag: float(value) for tag, value in self._values.items()}
@@ -159,7 +163,3 @@ class LibraryRun(TrainingRun):
 
     def _saved_with(self) -> dict[str, Json]:
         return self._position()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)

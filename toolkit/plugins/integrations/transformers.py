@@ -1,10 +1,4 @@
-"""transformers' Trainer under the toolkit: ``trainer.train(resume_from_checkpoint=resume.checkpoint)``.
-
-Random numbers of samples by their batch, for loaders whose earlier batches a resume does not draw again.
-
-What a data set or a collator draws (masks of words, crops of pictures) comes from generators that go on from batch to
-batch. A resume that skips batches would draw other numbers for the rest of the epoch.
-"""
+"""transformers' Trainer under the toolkit: ``trainer.train(resume_from_checkpoint=resume.checkpoint)``."""
 
 from __future__ import annotations
 
@@ -132,8 +126,9 @@ class TransformersCallback(TrainerCallback):
 class SeededFetch:
     """Stands for the data set and the collator of a DataLoader with a batch sampler.
 
-    What they draw for a batch depends on the seed, the epoch and the batch's indices only. What the process draws
-    elsewhere does not depend on them.
+    What they draw for a batch (masks of words, crops of pictures) depends on the seed, the epoch and the batch's
+    indices only. From the process's generators a resume that skips batches would draw other numbers for the rest of the
+    epoch. What the process draws elsewhere does not depend on them.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: object) -> None:

@@ -173,10 +173,7 @@ class _SrunRanks:
 
 
 def mpi_plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
-    """Return the argument of ``srun --mpi``; None where none is needed.
-
-    Only the backend mpi needs it, and not where the site's default or ``SLURM_MPI_TYPE`` is right.
-    """
+    """Return the argument of ``srun --mpi``: for the backend mpi, unless ``SLURM_MPI_TYPE`` or the site has one."""
     if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
         return None
     return of_library() if settings_of(slurm).mpi_default == "none" else None
@@ -229,8 +226,7 @@ class StoreHost:
                 module += ["--fd", str(listener.fileno())]
                 command = container.command(module) if container else [sys.executable, "-P", "-m", *module]
                 self._process = _start(command, environ, log_path, signal.SIGKILL, listener.fileno())
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

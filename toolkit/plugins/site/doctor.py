@@ -72,7 +72,7 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
     """
     environ = os.environ
     if "SLURM_JOB_ID" in environ:
-        return _examine_allocation(Allocation.slurm(environ, Slurm()), nodes, environ)
+        return _examine_allocation(Allocation.slurm(environ, Slurm()), nodes)
     config.cluster.nodes = nodes or config.cluster.nodes
     if Slurm().available():
         cluster = config.cluster
@@ -90,10 +90,10 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
 
         names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
         return _ask(shared, request, names, start, is_queued=True)
-    return _examine_allocation(Allocation.local(config.cluster), None, environ)
+    return _examine_allocation(Allocation.local(config.cluster), None)
 
 
-def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapping[str, str]) -> NodesReport:
+def _examine_allocation(allocation: Allocation, nodes: int | None) -> NodesReport:
     there = len(allocation.hosts)
     if allocation.components:
         raise RequestError(
@@ -104,7 +104,7 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
         raise RequestError(f"--nodes {nodes}: this allocation has {there}; ask for fewer, or call it on a login node")
     count = nodes or there
     shared = SharedFolder(_folder())
-    in_job = "SLURM_JOB_ID" in environ
+    in_job = "SLURM_JOB_ID" in os.environ
     # Inside a job the ranks' network leads to the launcher; without Slurm the loopback is enough. One step looks at all
     # nodes, and gets as many GPUs on each as the node with the fewest has.
     request = CheckRequest(
@@ -118,8 +118,17 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
     def start(request: CheckRequest, hosts: Sequence[str]) -> CheckStep:
         # Without Slurm there is only this machine, and no srun.
         if not in_job:
-            return CheckStep(command(request), environ)
-        return _step_in_job(command(request), hosts, environ, allocation.gres(allocation.hosts))
+            return CheckStep(command(request), os.environ)
+        host_file = os.memfd_create("hosts")  # not on a disk: the checks find out whether one can be written
+        try:
+            os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
+            variables = {**step_environment(os.environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
+            # Once on each of these nodes, on every CPU, with the memory that is there.
+            options, gres = ["--cpu-bind=none", "--mem=0", "--label"], allocation.gres(allocation.hosts)
+            step = SrunStep(command(request), hosts, None, None, gres=gres, overlap=True, extra=options)
+            return CheckStep(srun_argv(step), variables, [host_file])
+        finally:
+            os.close(host_file)
 
     return _ask(shared, request, allocation.hosts[:count], start)
 
@@ -343,21 +352,6 @@ def step_line(line: str, received: float) -> StepLine:
     if colon and label.strip().isdigit():
         return StepLine(int(label), text, received)
     return StepLine(0 if line.startswith(ANSWER_HEAD) else None, line.strip(), received)
-
-
-def _step_in_job(
-    command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str], gres: str | None
-) -> CheckStep:
-    """Start ``command`` once on each of these nodes of the job, on every CPU, with the memory that is there."""
-    host_file = os.memfd_create("hosts")  # not on a disk: the checks find out whether one can be written
-    try:
-        os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
-        variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
-        options = ["--cpu-bind=none", "--mem=0", "--label"]
-        step = SrunStep(command, hosts, None, None, gres=gres, overlap=True, extra=options)
-        return CheckStep(srun_argv(step), variables, [host_file])
-    finally:
-        os.close(host_file)
 
 
 #: Starts the checks on these hosts, or on as many as Slurm chooses.

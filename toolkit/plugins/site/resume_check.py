@@ -1,9 +1,9 @@
 """`toolkit resume-check`: compares a killed and resumed run of a config with an undisturbed one.
 
-The config is trained for some steps twice. The second run is interrupted some times and comes back as it always does:
-once within the first epoch, once within a later one and once at an epoch's end, where the steps have these, each time
-in a random step soon after a checkpoint. In both runs `toolkit.train.trace` records what every rank was
-given and computed, in every step. The two records are compared, by the first step in which they differ.
+The config is trained for some steps twice. The second run is interrupted and comes back as it always does: once within
+the first epoch, once within a later one and once at an epoch's end, where the steps have these, each time in a random
+step soon after a checkpoint. In both runs `toolkit.train.trace` records what every rank was given and computed in every
+step, and the records are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from toolkit.run.submission.submit import submit, submit_like
 
 #: With fewer steps no step is left after the interruption and one before it.
 FEWEST_STEPS = 3
-#: An interruption comes so many steps after the checkpoint at most, from which the run then goes on.
+#: An interruption comes this many steps at most after the checkpoint from which the run then continues.
 FARTHEST = 3
 #: The signal of each kind of interruption.
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
@@ -64,7 +64,7 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
 
 
 def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str, made: list[Run]) -> CheckReport:
-    """Do what :func:`check` says, and note the runs that are ``made`` for it."""
+    """Do the work of :func:`check`, and note the runs that are ``made`` for it."""
     if plan.how not in SIGNALS:
         raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
     if plan.then_ranks is not None and plan.how != "kill":
@@ -108,7 +108,7 @@ def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str
     brief: dict[str, Any] = {"strikes": {str(attempt): strike for attempt, strike in enumerate(strikes, 1)}}
     if not isinstance(every, int):
         brief["saves"] = [strike["saved"] for strike in strikes]
-    # A killed run comes back by itself, unless it goes on with other ranks: then each attempt is resumed.
+    # A killed run comes back by itself, unless it continues with other ranks: then each attempt is resumed.
     # An attempt may die before its supervisor has heard of a step.
     retries = 0 if plan.then_ranks is not None else max(loaded.retry.max_failures, len(strikes))
     common += [f"retry.max_failures={retries}", f"retry.no_progress_attempts={len(strikes) + 2}"]
@@ -186,7 +186,7 @@ def _disturb(
 ) -> Run:
     """Run the config with the interruptions.
 
-    A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
+    A killed run comes back by itself. One that was stopped, or continues with other ranks, is resumed.
     """
     interrupted = RunState.STOPPED if plan.then_ranks is None else RunState.FAILED
     with _brief(brief):
@@ -206,7 +206,7 @@ def _disturb(
 
 
 def remove(run: Path) -> None:
-    """Remove a run of which nothing is to be looked at any more, and the folder of its name."""
+    """Remove a run that is no longer needed, and the folder of its name."""
     with suppress(OSError):
         fsio.remove_tree(run)
         run.parent.rmdir()

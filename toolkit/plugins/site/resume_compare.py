@@ -16,7 +16,7 @@ from toolkit.files.rundir import RunDir
 
 #: At another world size these are compared sample by sample; nothing else is promised to be equal in every bit.
 OF_SAMPLES = ("samples", "inputs", "targets")
-#: Logged figures that must be equal, beside those of evaluations.
+#: Logged figures that must be equal, as those of evaluations must.
 CURVES = ("train/loss", "train/lr")
 
 
@@ -55,7 +55,7 @@ def read(run: RunDir) -> WitnessRecord:
 
 
 def places(record: WitnessRecord) -> dict[int, str]:
-    """Return the place of a resume from each step: within the first epoch, within a later one, at an epoch's end."""
+    """Return the place of a resume from each step."""
     epochs = [lines[min(lines)]["epoch"] for _, lines in sorted(record.steps.items())]
     found: dict[int, str] = {}
     for step in range(1, len(epochs)):
@@ -67,10 +67,7 @@ def places(record: WitnessRecord) -> dict[int, str]:
 
 
 def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan) -> CheckReport:
-    """Compare the two records step by step. Then compare the bytes of the last checkpoints, and the curves.
-
-    The latter are compared only if no step differs and every bit must be equal.
-    """
+    """Compare the records step by step; if every bit is equal, then also the last checkpoints and the curves."""
     attempts = disturbed.attempts()
     if len(attempts) < 2:
         raise JobFailedError(
@@ -288,20 +285,18 @@ def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
 
     Among them are means over steps before and after a resume, and evaluations, for which all ranks' buffers count.
     """
-    mine, other = _logged(one), _logged(two)
+    logged: list[dict[tuple[int, str], float]] = []
+    for run in (one, two):
+        lines = [json.loads(text) for text in reading.read_text(run.tensorboard / "metrics.jsonl").splitlines()]
+        tags = ((line["step"], tag, value) for line in lines for tag, value in line.items())
+        logged.append({(step, tag): value for step, tag, value in tags if tag in CURVES or tag.startswith("eval/")})
+    mine, other = logged
     texts = []
-    for point in sorted(mine.keys() | other.keys()):
-        ours, theirs = mine.get(point), other.get(point)
+    for step, tag in sorted(mine.keys() | other.keys()):
+        ours, theirs = mine.get((step, tag)), other.get((step, tag))
         if ours != theirs:
-            step, tag = point
             texts.append(f"{tag} in step {step} ({ours} and {theirs})")
     return {"curves": listing(texts, 3)} if texts else {}
-
-
-def _logged(run: RunDir) -> dict[tuple[int, str], float]:
-    lines = [json.loads(text) for text in reading.read_text(run.tensorboard / "metrics.jsonl").splitlines()]
-    tags = ((line["step"], tag, value) for line in lines for tag, value in line.items())
-    return {(step, tag): value for step, tag, value in tags if tag in CURVES or tag.startswith("eval/")}
 
 
 def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[str, tuple[Any, ...]]:
@@ -351,7 +346,7 @@ class CheckPlan:
 
 @dataclass(frozen=True)
 class Resume:
-    """An attempt that went on from a checkpoint of ``step`` steps. ``place`` is one of the places at a resume."""
+    """An attempt that continued from a checkpoint of ``step`` steps. ``place`` is one of the places of a resume."""
 
     step: int
     place: str

@@ -1,7 +1,7 @@
 """An in-memory Slurm for tests, with a clock that the test sets.
 
-It has the protocol of `toolkit.slurm.commands.Slurm`. It schedules and runs nothing. A job stays pending until the test
-calls `FakeSlurm.start`, and time stands still until the test calls `FakeSlurm.advance`. What follows from that (time
+It has the protocol of `toolkit.slurm.commands.Slurm`, and schedules and runs nothing. A job stays pending until the
+test calls `FakeSlurm.start`, and time stands still until it calls `FakeSlurm.advance`. What follows from that (time
 limits, the end of a preemption's grace time, the delay of a requeue, COMPLETING before the end, refusals) is as on a
 real Slurm with its default settings::
 
@@ -41,7 +41,7 @@ class Sent:
 
 
 class FakeSlurm:
-    """The fake, see the module's text. ``sent``, ``submitted``, ``excluded``, ``depends`` and ``kept`` record calls."""
+    """The fake. ``sent``, ``submitted``, ``excluded``, ``depends`` and ``kept`` record calls."""
 
     def __init__(self, now: float = 1_800_000_000.0, accounting: bool = True, preempt_mode: str = "REQUEUE") -> None:
         self.now = now
@@ -83,7 +83,13 @@ class FakeSlurm:
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         self._contact()
-        return {job_id: self._status(job_id) for job_id in job_ids}
+        found: dict[str, JobStatus | None] = {}
+        for job_id in job_ids:
+            # Accounting's rows stand behind the controller's.
+            gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
+            row = present_of(self._find(job_id) + (gone if self.accounting else []))
+            found[job_id] = None if row is None else _accounted(row) if row in gone else _status_of(row)
+        return found
 
     def user_jobs(self) -> list[JobStatus]:
         self.asked_for_jobs.append(())
@@ -299,15 +305,8 @@ class FakeSlurm:
     def _set(self, row: JobRow, **changes: Any) -> None:
         self._jobs[row.job_id] = replace(row, **changes)
 
-    def _status(self, job_id: str) -> JobStatus | None:
-        # Accounting's rows stand behind the controller's.
-        gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
-        rows = self._find(job_id) + (gone if self.accounting else [])
-        row = present_of(rows)
-        return None if row is None else _accounted(row) if row in gone else _status_of(row)
-
     def _cancel(self, row: JobRow) -> None:
-        if phase(row.state) is Phase.PENDING or row.state == "SUSPENDED":  # without a word to its processes
+        if phase(row.state) is Phase.PENDING or row.state == "SUSPENDED":  # its processes get no signal
             self._set(row, state="CANCELLED", end_time=self.now)
         elif row.state == "RUNNING":
             self._complete(row, "CANCELLED")

@@ -45,7 +45,12 @@ def watch(seen: Seen) -> Iterator[None]:
     try:
         for name in OPERATIONS:
             setattr(os, name, _watched(name, kept[name], seen))
-        os.fdopen = _watched_fdopen(kept["fdopen"], seen)
+
+        def fdopen(fd: int, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            file = kept["fdopen"](fd, mode, *args, **kwargs)
+            return _File(file, _path(fd), seen) if "w" in mode else file
+
+        os.fdopen = fdopen
         yield
     finally:
         for name, real in kept.items():
@@ -63,14 +68,6 @@ def _watched(name: str, real: Callable[..., Any], seen: Seen) -> Callable[..., A
 
 def _path(target: Any) -> str:
     return str(Path(f"/proc/self/fd/{target}").readlink()) if isinstance(target, int) else os.fspath(target)
-
-
-def _watched_fdopen(real: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
-    def fdopen(fd: int, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        file = real(fd, mode, *args, **kwargs)
-        return _File(file, _path(fd), seen) if "w" in mode else file
-
-    return fdopen
 
 
 class _File:
