@@ -91,7 +91,7 @@ class TransformersCallback(TrainerCallback):
             )
         loader.dataset.begin_epoch(epoch)
         # The trainer does not reach a batch sampler with a `set_epoch` of its own where it skips batches on several
-        # ranks, and the epoch that goes on would have the first one's order.
+        # ranks, and the resumed epoch would have the first one's order.
         sampler = loader.batch_sampler
         while sampler is not None:
             if hasattr(sampler, "set_epoch"):
@@ -136,7 +136,7 @@ class SeededFetch:
         self._dataset, self._collate, self._seed = loader.dataset, loader.collate_fn, seed
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # workers that persist see it, too
-        self._batch: list[Any] = []  #: what tells the next batch from the others of its epoch
+        self._batch: list[Any] = []  #: what identifies the next batch within its epoch
         loader.collate_fn = self.collate
         # DataLoader refuses another data set, since its sampler has the old one's length; here it stays the same.
         object.__setattr__(loader, "dataset", self)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 if __name__ == "__main__":
-    # Before torch: also its import may take too long. The ranks start after the limit, and a CUDA context beside them
+    # Before torch: also its import may take too long. The ranks start after the limit, and a CUDA context next to them
     # would take their memory or, in exclusive mode, the device. Python does not handle the signal, so the kernel ends
     # the process whatever it does.
     signal.alarm(int(sys.argv[1]))

@@ -104,7 +104,7 @@ def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, 
         like_this = [] if row is None else list(follow_up.options_of_job(os.environ, row, run))
         wait = f"--dependency=afterany:{after}"
         output = f"--output={run.logs}/follower-%j.out"
-        # The variables of a rank describe the ranks' step: give the size anew.
+        # The variables of a rank describe the ranks' step: state the size.
         size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         return slurm.sbatch([*like_this, *size, "--no-requeue", "--no-kill", wait, output, str(path)]), ""
     except SlurmError as error:

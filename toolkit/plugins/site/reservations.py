@@ -57,9 +57,7 @@ def _holding_back(partition: str | None, nodes: int, time_min: int, signal_delay
     fits_min = int((first.start - now) // 60) - 1
     advice = ""
     if fits_min * 60 > signal_delay_s:
-        advice = (
-            f"; with cluster.time_min={fits_min} it can start before, and a run that is not done then goes on later"
-        )
+        advice = f"; with cluster.time_min={fits_min} it can start before, and an unfinished run continues later"
     return (
         f"the reservation {first.name} {begins} on {len(reserved)} of the {len(there)} nodes here: a job of {time_min} "
         f"min waits for its end, {end}{advice}"

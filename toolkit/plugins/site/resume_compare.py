@@ -439,7 +439,7 @@ def _untried(report: CheckReport) -> list[str]:
 
 
 def _explained(report: CheckReport) -> list[str]:
-    """Return lines about what the first difference tells."""
+    """Return lines about what the first difference means."""
     if report.first is None:
         return []
     # A difference before a resume is not the resume's fault: say what else it may be.

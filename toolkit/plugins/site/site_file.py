@@ -26,7 +26,7 @@ from toolkit.config.yaml_core import dump
 from toolkit.limits import Limit, OneOf, Range, container_of, hints_of, item_hints, kinds_of, limits_of, words_of
 from toolkit.plugins.site.site_profile import AssociationRecord, PartitionRecord, SiteProfile
 
-#: Left for the checkpoint and the requeue beside the time that a preemption gives.
+#: Left for the checkpoint and the requeue, in addition to the time that a preemption gives.
 SIGNAL_DELAY_S = ClusterConfig().signal_delay_s
 
 

@@ -122,7 +122,7 @@ def _copy_in(folder: Path, package: Package) -> Copy:
         try:
             lock = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Another job looks for the copy as well, or makes it by now. Or it uses one that was damaged.
+            # Another job looks for the copy as well, or is making it. Or it uses one that was damaged.
             if time.monotonic() >= deadline:
                 raise StagingError(f"{folder} is not whole, and another job uses it") from None
             time.sleep(0.02)

@@ -1,7 +1,7 @@
 """``python -m toolkit.plugins.staging.package``: make one file of an environment or a folder.
 
 A process that imports torch opens thousands of files. On a shared disk each node waits for each of them. So nodes read
-one package as a whole. It is made once, in a folder beside the runs, and has its name by its content: when a file of
+one package as a whole. It is made once, in a folder next to the runs, and is named by its content: when a file of
 the source changes there is another package. A file is its own package.
 
 It reads a :class:`PackRequest` as JSON, and prints a line for each source: ``{"package"}`` or ``{"problem"}``.
@@ -243,7 +243,7 @@ def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEnt
     path = Path(source.path)
     is_archive = file != path
     if is_archive:
-        # Another job may make the same package at this moment. The name tells the content: the later one replaces it.
+        # Another job may be making the same package. The name is that of the content: the later one replaces it.
         with fsio.new_path(file, replaces_file=True) as temporary:
             summed = _write_archive(path, entries, temporary)
             _refuse_changed(source, request, key)
@@ -270,7 +270,7 @@ def _make(source: PackageSource, request: PackRequest, entries: list[_PackageEnt
 
 
 def _refuse_changed(source: PackageSource, request: PackRequest, key: str) -> None:
-    """Raise StagingError if the source has another key by now. The package would have only a part of the change."""
+    """Raise StagingError if the source has another key now. The package would have only a part of the change."""
     if _key(source, _entries(source, request)) != key:
         raise StagingError(f"{source.path} was changed while it was packed")
 

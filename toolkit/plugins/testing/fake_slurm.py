@@ -273,7 +273,7 @@ class FakeSlurm:
                     self._complete(row, "TIMEOUT")
                 elif self.preempt_mode == "REQUEUE" and row.can_requeue:
                     self._put_back(row)
-                else:  # PreemptTime and EndTime are equal then: that tells it from a scancel during the grace
+                else:  # PreemptTime and EndTime are equal then: unlike after a scancel during the grace
                     self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
 
     # -------------------------------------------------------------------------------------------------- inside

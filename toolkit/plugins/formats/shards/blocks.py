@@ -110,7 +110,7 @@ class BlockReader:
             return error
 
     def _forget_parent(self) -> None:
-        """Begin anew in a forked process. A fork has none of its parent's threads, and would wait for them for ever."""
+        """Start over in a fork. A fork has none of its parent's threads, and would wait for them for ever."""
         if self._pid != os.getpid():
             self._pid, self._coming, self._asked = os.getpid(), {}, set()
             self._readers = ThreadPoolExecutor(READERS, "shards")

@@ -188,7 +188,7 @@ def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] 
 def _joined(name: str, pieces: list[Any], groups: list[Indices], describe: Callable[[int], str]) -> Any:
     """Return one column of a batch from the parts that blocks gave. Group i says where the samples of part i go.
 
-    Raises JobCodeError for a null among numbers, with its file and row, which ``describe`` tells of a place.
+    Raises JobCodeError for a null among numbers, with its file and row, which ``describe`` returns for a place.
     """
     size = sum(map(len, groups))
     # Arrays of one type and shape are joined at once, all others value by value.

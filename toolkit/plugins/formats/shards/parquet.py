@@ -19,7 +19,7 @@ from toolkit.data.permutation import Indices
 from toolkit.plugins.formats.shards.index import Scan, Schema, ShardFile
 
 MAGIC = b"PAR1"
-#: Footers that are kept: to read one anew for each of a file's row groups takes longer than a small group.
+#: Footers that are kept: to read one again for each of a file's row groups takes longer than a small group.
 FOOTERS = 64
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
@@ -187,7 +187,7 @@ def _column(chunks: Any) -> Any:
     array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
     if not array.null_count:
         return _values(array)
-    # A null becomes None, and no number. It must not change the type of the values beside it.
+    # A null becomes None, not a number. It must not change the type of the other values.
     try:
         values = _values(array.drop_null())
     except NotImplementedError:  # a type such as string_view, which stays as Arrow has it

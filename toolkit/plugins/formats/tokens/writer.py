@@ -33,7 +33,7 @@ log = logs.get(__name__)
 
 #: What the ends of a shard's documents are kept in until the index is made, and what says how far it has come.
 _ENDS, _PROGRESS = "tokens-{:05}.ends", "progress.jsonl"
-#: Documents that are tokenized at once, by all cores: so many, or so many bytes.
+#: Documents that are tokenized at once, by all cores: this many, or this many bytes.
 BATCH_DOCUMENTS, BATCH_BYTES = 1024, 8_000_000
 #: Common names of the token that ends a document.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -112,7 +112,7 @@ def tokenize(
     RequestError for other inputs than those that the folder was begun with, and for a file that is no text.
     """
     files = input_files(inputs, out)
-    # Name, size and time of change tell the content of files apart cheaply.
+    # Name, size and time of change identify the content of files cheaply.
     stats = [(path, path.stat()) for path in files]
     identities = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
     parts = [encoder.name, str(encoder.end), field, str(shard_tokens), *identities]

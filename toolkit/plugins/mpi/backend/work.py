@@ -212,8 +212,8 @@ def nothing() -> None:
 def named(what: str, error: Exception) -> Exception:
     """Return ``error`` with the rank and the operation in front."""
     if isinstance(error, MPI.Exception):
-        told = f"{what} failed: {error.Get_error_string()}; have all ranks given the same sizes and types?"
-        return dist.DistBackendError(told)
+        text = f"{what} failed: {error.Get_error_string()}; have all ranks given the same sizes and types?"
+        return dist.DistBackendError(text)
     return type(error)(f"{what}: {error}") if isinstance(error, TypeError | ValueError) else error
 
 

@@ -123,7 +123,7 @@ def cpu_quotas(groups: str, root: Path = CGROUPS) -> Iterator[float]:
 TOKEN = "token"
 #: The figure of a shared folder that is the same here.
 SAME = "same"
-#: Free bytes and inodes below which a run cannot go on, and below which it cannot go on for long.
+#: Free bytes and inodes below which a run cannot continue, and below which it cannot for long.
 BAD_BYTES, WARNING_BYTES = 100 * 2**20, 2**30
 BAD_INODES, WARNING_INODES = 100, 10_000
 
