@@ -355,6 +355,7 @@ class PlayedAgents:
         self.asked: dict[str, Any] = {}
 
     def request(self, orders: dict[str, Any], heard: SimpleQueue[Any]) -> int:
+        assert not self.asked, "one request for all nodes: a start waits for each"
         self.asked |= orders
         for name in orders:
             if name == "dead":
@@ -368,12 +369,26 @@ class PlayedAgents:
         assert number == 3
 
 
+def with_gpus(*hosts: str, components: tuple[int, ...] = ()) -> Allocation:
+    count = len(hosts)
+    return Allocation(hosts, (1,) * count, 1, gpus=(2,) * count, job_id="1", components=components)
+
+
 def test_all_nodes_are_asked_at_once_by_their_agents() -> None:
     agents, events = PlayedAgents(), SimpleQueue[Any]()
-    found = preflight.slow_gpus(cast(Any, agents), ["n1", "n2", "dead", "silent"], events)
+    found = preflight.slow_nodes(cast(Any, agents), with_gpus("n1", "n2", "dead", "silent"), events)
     assert {*agents.asked} == {"n1", "n2", "dead"}
     assert agents.asked["n1"].command[-2] == "toolkit.plugins.site.gpu_measure"
     assert {*found} == {"n2"}
+
+
+def test_components_are_asked_at_once_and_each_is_compared_with_itself() -> None:
+    job = with_gpus("n1", "n2", "n3", "n4", components=(0, 0, 1, 1))
+    assert preflight.slow_nodes(cast(Any, PlayedAgents()), job, SimpleQueue()) == {
+        "n2": "GPU 1 multiplies matrices at 50 % of the others' speed",
+        "n3": "GPU 1 multiplies matrices at 67 % of the others' speed",
+        "n4": "GPU 1 multiplies matrices at 67 % of the others' speed",
+    }
 
 
 @pytest.mark.parametrize(("gpus", "is_asked"), [(1, False), (2, True)])
@@ -387,7 +402,7 @@ def test_an_event_such_as_a_signal_ends_the_wait_for_the_speeds() -> None:
     events = SimpleQueue[Any]()
     Timer(0.1, events.put, ["a signal"]).start()
     began = time.monotonic()
-    assert preflight.slow_gpus(cast(Any, PlayedAgents()), ["n1", "hangs"], events) == {}
+    assert preflight.slow_nodes(cast(Any, PlayedAgents()), with_gpus("n1", "hangs"), events) == {}
     assert time.monotonic() - began < preflight.WAIT_S / 4
     assert events.get() == "a signal"
 

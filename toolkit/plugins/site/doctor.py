@@ -139,13 +139,11 @@ def _ask(
     began = time.monotonic()
     try:
         # Without a working shared folder no node could prove that it sees the same one.
-        in_the_way = shared.prepare()
-        if in_the_way is not None:
-            return prevented(hosts, in_the_way, time.monotonic() - began)
+        shared.prepare()
         nodes, errors, took_s = ask_nodes(request, hosts, start, is_queued=is_queued)
         shared.read_answers(nodes)
         return judge(nodes, took_s, errors)
-    except OSError as error:  # there is no srun
+    except OSError as error:  # the folder cannot be written to, or there is no srun
         return prevented(hosts, str(error), time.monotonic() - began)
     finally:
         shared.remove()

@@ -20,6 +20,7 @@ from toolkit.files.records import FileRecord
 from toolkit.files.run_files import Moment, Word
 from toolkit.files.rundir import RunDir
 
+FILE = ".nodes.jsonl"
 #: Nodes are repaired: what is older is no longer counted.
 REMEMBERED_DAYS = 30
 #: A node is doubtful when it has ended attempts of at least this many runs.
@@ -43,7 +44,7 @@ def note(run: RunDir, hosts: Mapping[str, str]) -> None:
     try:
         for host, why in hosts.items():
             line = NodeTrouble(host=host, run=run.id, time=time.time(), why=why)
-            fsio.append_shared_line(_path(_root(run)), line.to_json())
+            fsio.append_shared_line(run.path.parent.parent / FILE, line.to_json())
     except OSError as error:
         log.warning("which node ended the attempt cannot be noted: %s", error)
 
@@ -54,7 +55,7 @@ def doubtful(root: Path) -> dict[str, str]:
     Each comes with a line about its attempts and the last reason.
     """
     now, by_host = time.time(), defaultdict[str, list[NodeTrouble]](list)
-    for trouble in records.read_lines(_path(root), NodeTrouble, skips_damage=True):
+    for trouble in records.read_lines(root / FILE, NodeTrouble, skips_damage=True):
         if now - trouble.time < REMEMBERED_DAYS * 86_400:
             by_host[trouble.host].append(trouble)
     found: dict[str, str] = {}
@@ -73,15 +74,7 @@ def doubtful(root: Path) -> dict[str, str]:
 def doubtful_for(run: RunDir) -> dict[str, str]:
     """Return the :func:`doubtful` nodes of the folder of ``run``; none where the file cannot be read."""
     try:
-        return doubtful(_root(run))
+        return doubtful(run.path.parent.parent)
     except (OSError, DamagedFileError) as error:
         log.warning("which nodes have ended attempts of other runs is not known: %s", error)
         return {}
-
-
-def _root(run: RunDir) -> Path:
-    return run.path.parent.parent
-
-
-def _path(root: Path) -> Path:
-    return root / ".nodes.jsonl"

@@ -55,12 +55,7 @@ T = TypeVar("T")
 
 
 def report_on_nodes(
-    folder: Path,
-    job: Allocation,
-    agents: Agents,
-    events: Events,
-    *,
-    spares: Collection[str] = (),
+    folder: Path, job: Allocation, agents: Agents, events: Events, spares: Collection[str] = ()
 ) -> NodesReport:
     """Have every node of ``job`` checked by its agent.
 
@@ -72,9 +67,7 @@ def report_on_nodes(
     began = time.monotonic()
     shared = SharedFolder(folder)
     try:
-        in_the_way = shared.prepare()
-        if in_the_way is not None:
-            return prevented(hosts, in_the_way, time.monotonic() - began)
+        shared.prepare()
         needs = [(tasks * cpus, gpus) for tasks, cpus, gpus in job.shapes.values()]
         command_of = {
             (cpus, gpus): tuple(command(CheckRequest(str(shared.path), shared.token, [cpus], gpus, may_load=True)))
@@ -86,6 +79,8 @@ def report_on_nodes(
         agents.withdraw(number)
         shared.read_answers(nodes)
         return judge(nodes, time.monotonic() - began, errors, job.by_component)
+    except OSError as error:
+        return prevented(hosts, str(error), time.monotonic() - began)
     # Removed in a thread: the folder's file system may hang.
     finally:
         threading.Thread(target=shared.remove, daemon=True).start()
@@ -135,8 +130,8 @@ class SharedFolder:
         self.path = parent / f".preflight-{secrets.token_hex(4)}"
         self.token = secrets.token_hex(16)
 
-    def prepare(self) -> str | None:
-        """Write the token; return what prevented it, or None."""
+    def prepare(self) -> None:
+        """Write the token. Raises an OSError that says where it cannot be written."""
 
         def write() -> None:
             fsio.make_dir(self.path, parents=0)
@@ -145,8 +140,8 @@ class SharedFolder:
         try:
             _within(limits().check_folder_s, write)
         except OSError as error:
-            return f"{self.path.parent}: cannot be written to from {socket.gethostname()}: {error.strerror or error}"
-        return None
+            place = f"{self.path.parent}: cannot be written to from {socket.gethostname()}"
+            raise OSError(f"{place}: {error.strerror or error}") from error
 
     def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Add a finding to each node whose file is not visible here."""
@@ -234,25 +229,17 @@ def mark_bad_nodes(context: Context) -> None:
 
 
 def slow_nodes(agents: Agents, job: Allocation, events: Events) -> dict[str, str]:
-    """Return the nodes of a job with a slow GPU, see :func:`slow_gpus`. A job of few GPUs has none.
+    """Return the nodes with a GPU that is slower than the job's others, each with a line on what is slow.
 
-    Components may have GPUs of different kinds: each is compared with itself.
+    Components may have GPUs of different kinds: each is compared with itself, and one of few GPUs is not measured. A
+    node that does not answer in time, or has no torch outside its container, is left out. Anything in ``events``, such
+    as a signal, ends the wait, and stays there.
     """
-    slow: dict[str, str] = {}
-    for hosts in job.by_component:
-        if sum(job.gpus_of[host] for host in hosts) >= LEAST_GPUS:
-            slow |= slow_gpus(agents, hosts, events)
-    return slow
-
-
-def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str, str]:
-    """Return the nodes with a GPU that is slower than the job's others.
-
-    Each comes with a line on what is slow. A node that does not answer in time, or has no torch outside its container,
-    is left out. Anything in ``events``, such as a signal, ends the wait, and stays there.
-    """
+    groups = [hosts for hosts in job.by_component if sum(job.gpus_of[host] for host in hosts) >= LEAST_GPUS]
+    if not groups:
+        return {}
     heard: Events = SimpleQueue()
-    awaited, texts = {*hosts} - agents.silent_hosts, dict[str, str]()
+    awaited, texts = {host for hosts in groups for host in hosts} - agents.silent_hosts, dict[str, str]()
     number = agents.request(dict.fromkeys(awaited, CheckOrder(COMMAND)), heard)
     deadline = time.monotonic() + WAIT_S
     while awaited and events.empty() and time.monotonic() < deadline:
@@ -264,11 +251,14 @@ def slow_gpus(agents: Agents, hosts: Sequence[str], events: Events) -> dict[str,
             texts[event.host] = event.message.text
         awaited.discard(event.host)
     agents.withdraw(number)
-    return compare(texts)
+    slow: dict[str, str] = {}
+    for hosts in groups:
+        slow |= compare({host: texts[host] for host in hosts if host in texts})
+    return slow
 
 
 def compare(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the nodes with a slow GPU, by the texts that the nodes have printed."""
+    """Return the nodes with a slow GPU, by the texts that nodes with GPUs of one kind have printed."""
     slow: dict[str, list[str]] = {}
     for kind, words in _WORDS.items():
         speeds: dict[tuple[str, int], float] = {}
