@@ -303,7 +303,7 @@ def versions() -> dict[str, str]:
     return found | kinds.versions()
 
 
-#: srun starts all tasks within this many seconds.
+#: srun starts all tasks within this many seconds of each other.
 LAUNCH_SPREAD_S = 5.0
 #: What srun prints about tasks that it ends itself. It ends all tasks if one could not be started.
 _CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")

@@ -50,10 +50,7 @@ def note(run: RunDir, hosts: Mapping[str, str]) -> None:
 
 
 def doubtful(root: Path) -> dict[str, str]:
-    """Return the nodes that have ended attempts of several runs below ``root``.
-
-    Each comes with a line about its attempts and the last reason.
-    """
+    """Return the nodes that have ended attempts of several runs below ``root``, each with a line about them."""
     now, by_host = time.time(), defaultdict[str, list[NodeTrouble]](list)
     for trouble in records.read_lines(root / FILE, NodeTrouble, skips_damage=True):
         if now - trouble.time < REMEMBERED_DAYS * 86_400:

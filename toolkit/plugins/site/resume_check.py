@@ -46,10 +46,7 @@ log = logs.get(__name__)
 
 
 def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str = "auto") -> CheckReport:
-    """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed.
-
-    After Ctrl-C no run is left.
-    """
+    """Train twice and compare. Raises JobFailedError unless both runs complete. After Ctrl-C no run is left."""
     made: list[Run] = []
     try:
         return _check(config, overrides, plan, executor, made)
@@ -184,10 +181,7 @@ def _disturb(
     like: RunDir,
     made: list[Run],
 ) -> Run:
-    """Run the config with the interruptions.
-
-    A killed run comes back by itself. One that was stopped, or continues with other ranks, is resumed.
-    """
+    """Run the config with the interruptions. Only a killed run with the same ranks comes back by itself."""
     interrupted = RunState.STOPPED if plan.then_ranks is None else RunState.FAILED
     with _brief(brief):
         run = submit_like(like, config, overrides, executor)

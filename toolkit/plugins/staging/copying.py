@@ -176,10 +176,7 @@ def _mark(copied: Path) -> CopyMark:
 
 
 def _make_room(folder: Path, package: Package) -> None:
-    """Remove copies that are long unused, and others until there is room for this one.
-
-    Raises StagingError if there is still too little room.
-    """
+    """Remove long unused copies, and others until there is room. Raises StagingError if there is still too little."""
     own, needed = folder.parent, package.bytes + package.files * FILE_BYTES
     del_before = time.time() - UNUSED_S
     others = [other for other in own.iterdir() if other != folder and other.is_dir()]

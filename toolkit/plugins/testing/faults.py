@@ -132,10 +132,7 @@ def parse(text: str) -> list[Fault]:
 
 
 def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
-    """Return a function for :func:`watch` that counts operations and applies the faults.
-
-    Only operations on paths with ``folder`` count.
-    """
+    """Return a function for :func:`watch` that counts operations on paths with ``folder``, and applies the faults."""
     numbers, lock = itertools.count(1), threading.Lock()
 
     def seen(operation: str, path: str) -> None:

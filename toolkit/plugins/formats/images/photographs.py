@@ -98,10 +98,7 @@ class Photographs:
         return images[0], target
 
     def unfinished(self, index: int) -> tuple[Any, ...]:
-        """Return pixels (h, w, c) uint8, the edges (4,) of the erasure, and the class.
-
-        There are no edges where the data set erases nothing.
-        """
+        """Return pixels (h, w, c) uint8, the edges (4,) of the erasure if the data set erases, and the class."""
         pixels = self._change(self._opened(index))
         target = int(self._targets[index])
         return (pixels, target) if self._eraser is None else (pixels, self._box(pixels), target)
@@ -305,10 +302,7 @@ class PairMixing:
         self._classes, self._seed = classes, seed
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return mixed images (n, c, h, w) and their shares of each class (n, classes).
-
-        The batch holds images and classes (n,).
-        """
+        """Return mixed images (n, c, h, w), and shares of each class (n, classes), of images and classes (n,)."""
         images, targets = batch.inputs, one_hot(batch.targets, self._classes).to(batch.inputs.dtype)
         if not len(batch):
             return images, targets

@@ -59,10 +59,7 @@ def build(config: DataConfig) -> Datasets:
 
 
 def _tensors(part: Any) -> tuple[Tensor, Tensor]:
-    """Return images (n, c, h, w) uint8 and classes (n,).
-
-    torchvision has MNIST as (n, h, w) and CIFAR-10 as (n, h, w, c).
-    """
+    """Return images (n, c, h, w) uint8 and classes (n,). MNIST comes as (n, h, w), and CIFAR-10 as (n, h, w, c)."""
     images = torch.as_tensor(part.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
     return images, torch.as_tensor(part.targets, dtype=torch.int64)

@@ -196,10 +196,7 @@ def _checked(root: Path, files: list[ShardFile], empty: Sequence[str]) -> ShardI
 
 
 def shard_names(root: Path, suffix: str = "") -> Iterator[str]:
-    """Yield the files below ``root`` in order, also those below links.
-
-    Names that begin with ``.`` or ``_`` are not data, as in Spark.
-    """
+    """Yield the files below ``root`` in order, also below links. As in Spark, ``.x`` and ``_x`` are not data."""
     # A root that is a file has the empty name below itself.
     if root.is_file():
         yield ""
@@ -319,10 +316,7 @@ class RunsFormat:
         return [(begin, end - begin)]
 
     def read(self, owner: object, path: Path, begin: int, end: int) -> memoryview:
-        """Return the bytes from ``begin`` to ``end``, valid while ``owner`` lives.
-
-        Raises ValueError if the file is shorter.
-        """
+        """Return bytes ``begin`` to ``end``, valid while ``owner`` lives. Raises ValueError if the file is shorter."""
         try:
             buffer = self._buffers.pop()
         except IndexError:

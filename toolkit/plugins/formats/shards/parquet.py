@@ -61,10 +61,7 @@ class ParquetFormat:
         return *file.scan.schema, *((name, "partition") for name, _ in partitions_of(file.name))
 
     def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
-        """Find the type of each partition column over all files.
-
-        It is int where all values are whole numbers, else str.
-        """
+        """Find the type of each partition column: int where all values are whole numbers over all files, else str."""
         for file in files:
             for column, value in partitions_of(file.name):
                 is_int = value is not None and value.removeprefix("-").isdecimal()

@@ -95,10 +95,7 @@ class RawTokens(ShardedData):
         return tokens[:-1], tokens[1:]
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each (n, length) int64, of the windows ``indices`` (n,).
-
-        The target of a token is the one that follows it.
-        """
+        """Return inputs, and targets (the tokens that follow), (n, length) int64, of the windows ``indices`` (n,)."""
         tokens = np.empty((len(indices), self._length + 1), np.int64)
 
         def take(opened: Any, numbers: Indices, places: Indices) -> None:

@@ -18,10 +18,7 @@ _NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
 
 
 def text_files(root: str | None) -> list[Path]:
-    """Return the files of data set ``text`` in order: all below ``root`` except hidden ones.
-
-    Null means the Python files of the standard library.
-    """
+    """Return the files of ``text`` in order: all below ``root`` but hidden ones. Null: the standard library's."""
     import sysconfig  # takes longer than all the rest, and other data sets do not need it
 
     folder = staged(fsio.expand(root or sysconfig.get_path("stdlib")).absolute())

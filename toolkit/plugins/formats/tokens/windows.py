@@ -1,7 +1,4 @@
-"""Windows of tokens to train a language model on, at random offsets.
-
-They come with each token's place in its document.
-"""
+"""Windows of tokens to train a language model on, at random offsets, with each token's place in its document."""
 
 from __future__ import annotations
 

@@ -112,10 +112,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """Return all work started since `_start_coalescing`.
-
-        Nothing is held back until here, which is as correct and no slower.
-        """
+        """Return all work started since `_start_coalescing`. Nothing is held back: that would be no faster."""
         works, self._batch = self._batch or [], None
         return MpiWorks(works)
 
@@ -348,10 +345,7 @@ def launch_key(rank: int, size: int) -> str:
 
 
 def _create(options: Any, _: object) -> MpiGroup:
-    """Open a group. torch calls this on the members of each new group.
-
-    The default group comes with an empty list of ranks.
-    """
+    """Open a group, on its members. torch gives an empty list of ranks for the default group."""
     ranks = list(options.global_ranks_in_group)
     # Each group gets its own communicator, so that its messages never meet those of another group. The default group
     # comes first, and opens MPI unless that has happened.

@@ -73,10 +73,7 @@ class MpiWork(Work):
             future.set_exception(self._error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the work is done.
-
-        Raises DistBackendError when MPI fails, or after ``timeout`` (the group's where it is 0).
-        """
+        """Block until the work is done. Raises DistBackendError on failure, or after ``timeout`` (0: the group's)."""
         limit_s = timeout.total_seconds() or self._limit_s
         if not self._ends_within(limit_s):
             raise dist.DistBackendError(f"{self._what}: not done after {limit_s:g} s; have all ranks called it?")
@@ -276,10 +273,7 @@ _BOOL_OPS = {_Op.SUM: MPI.MAX, _Op.PRODUCT: MPI.MIN, _Op.MIN: MPI.MIN, _Op.MAX: 
 
 
 def on_host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the elements of ``tensor`` in a row, where MPI can read them.
-
-    That is the tensor's own memory if they lie so, else a copy.
-    """
+    """Return the elements of ``tensor`` in a row where MPI can read them: its own memory if possible, else a copy."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"no {tensor.layout} or quantized tensors over MPI; send dense ones")
     device = tensor.device if os.environ.get(CUDA_VARIABLE) == "1" else torch.device("cpu")
@@ -298,10 +292,7 @@ def give_back(staged: Tensor, tensor: Tensor) -> None:
 
 
 def described(tensor: Tensor, datatype: MPI.Datatype | None = None, counts: Sequence[int] | None = None) -> list[Any]:
-    """Return mpi4py's description of ``tensor``'s memory.
-
-    ``counts`` are the elements for or from each rank, in a row.
-    """
+    """Return mpi4py's description of ``tensor``'s memory. ``counts``: the elements for or from each rank, in a row."""
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     datatype = datatype or _MOVED[tensor.element_size()]
     if counts is None:

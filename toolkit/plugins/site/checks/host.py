@@ -56,10 +56,7 @@ def check_open_files(limit: int | None = None) -> Finding:
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Finding:
-    """Check the limit on locked memory of a node with InfiniBand.
-
-    With GPUs NCCL does not start without it; ranks without GPUs do not use it.
-    """
+    """Check the limit on locked memory with InfiniBand. Without it NCCL does not start; CPU ranks do not use it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     figure = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
     if limit == resource.RLIM_INFINITY or limit >= LOCKED_BYTES:

@@ -1,7 +1,4 @@
-"""What the checks of all nodes mean together.
-
-The verdict names the nodes to do without, and the faults that lie with no single node.
-"""
+"""What the checks of all nodes mean together: the nodes to do without, and the faults that lie with no single node."""
 
 from __future__ import annotations
 
@@ -174,10 +171,7 @@ def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Fi
 
 
 def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """Compare each clock with that of most nodes. With two or fewer nodes compare with ours.
-
-    Our own clock may be the wrong one.
-    """
+    """Compare each clock with that of most nodes; with two or fewer with ours, which may be the wrong one."""
     clocks = {node.name: node.clock for node in nodes if node.clock is not None}
     usual = _usual_lead(clocks.values()) if len(clocks) > 2 else 0.0
     for host, (low, high) in clocks.items():
@@ -214,10 +208,7 @@ def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
 
 
 def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """Find nodes with fewer active InfiniBand ports than most.
-
-    Their ranks would meet over the wrong network, or not at all.
-    """
+    """Find nodes with fewer active InfiniBand ports than most: their ranks would use a wrong network, or not meet."""
     ports: dict[str, float] = {}
     for node in nodes:
         if node.findings is not None:
