@@ -170,12 +170,12 @@ def test_a_shell_that_has_outlived_its_job_starts_nothing_and_blames_no_node(sit
     assert not site.runs.exists()
 
 
-def test_limits_of_the_setup_hold_for_the_ranks(site: Site) -> None:
+def test_limits_and_umask_of_the_setup_hold_for_the_ranks(site: Site) -> None:
     """The box gives each step the limits of its node's slurmd, as many sites do."""
     told = site.folder / "told"
     told.mkdir()
     site.give(told)
-    setup = 'cluster.setup=["ulimit -Sn 2000 && ulimit -S -c 0"]'
-    command = f"ulimit -n >{told}/$RANK; ulimit -c >>{told}/$RANK"
+    setup = 'cluster.setup=["ulimit -Sn 2000 && ulimit -S -c 0", "umask 002"]'
+    command = f"ulimit -n >{told}/$RANK; ulimit -c >>{told}/$RANK; umask >>{told}/$RANK"
     site.run("toolkit", "exec", "cluster.nodes=2", setup, "--wait", "--", "sh", "-c", command)
-    assert [path.read_text().split() for path in told.iterdir()] == [["2000", "0"]] * 2
+    assert [path.read_text().split() for path in told.iterdir()] == [["2000", "0", "0002"]] * 2

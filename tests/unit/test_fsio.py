@@ -289,6 +289,9 @@ def test_a_users_umask_is_kept_for_what_their_own_programs_write(monkeypatch: py
     assert (os.umask(0o077), fsio.users_umask()) == (0o077, "027")
     fsio.restore_umask()
     assert os.umask(0o022) == 0o027
+    monkeypatch.setenv(fsio.UMASK_VARIABLE, "0002")  # as bash prints it
+    fsio.restore_umask()
+    assert os.umask(0o022) == 0o002
     monkeypatch.setenv(fsio.UMASK_VARIABLE, "nonsense")
     assert fsio.users_umask() == "022"
 

@@ -96,7 +96,7 @@ def keep_private() -> None:
 def users_umask() -> str:
     """Return the umask that the user's own processes have, in octal digits."""
     text = os.environ.get(UMASK_VARIABLE, "")
-    if not re.fullmatch("[0-7]{3}", text):
+    if not re.fullmatch("0?[0-7]{3}", text):
         umask = os.umask(0o077)
         os.umask(umask)
         text = f"{umask:03o}"

@@ -57,12 +57,14 @@ GOLDEN = """\
 
 # setup
 trap '' HUP INT TERM USR1 USR2
+umask 027
 module load cuda
 export PYTHONPATH='/r u n/.code/now'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1
 export TOOLKIT_RUNS=/
-export TOOLKIT_UMASK=027
+export TOOLKIT_UMASK=$(umask)
 export TOOLKIT_SUBMISSION=TOKEN
+umask 077
 
 # command
 export SUBMITIT_EXECUTOR=slurm

@@ -364,6 +364,8 @@ def slurm_parameters(
     cluster = component or parts[0]
     quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
     quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
+    # The setup may set another umask for what the ranks write; sbatch gives the shell ours, which is private.
+    umask, quoted[fsio.UMASK_VARIABLE] = quoted[fsio.UMASK_VARIABLE], "$(umask)"
     exports = [f"export {name}={value}" for name, value in quoted.items()]
     values: dict[str, Any] = {
         "job_name": config.name,
@@ -377,7 +379,7 @@ def slurm_parameters(
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
         # Ours come last: `module load` may set PYTHONPATH.
-        "setup": [follow_up.IGNORE_SIGNALS, *cluster.setup, *exports],
+        "setup": [follow_up.IGNORE_SIGNALS, f"umask {umask}", *cluster.setup, *exports, "umask 077"],
     }
     others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
     # A component of one node goes without: if it is lost, Slurm would requeue that component alone, and hold the job.
