@@ -122,6 +122,35 @@ def test_of_a_second_process_group_the_scripts_own_call_is_named(
     assert tracebacks.place(f"{text}ValueError: no rank\n") == own[of_another_error]
 
 
+CRASHES = """
+import ctypes, os, sys, threading
+
+def crash():
+    getattr(os, sys.argv[1])() if sys.argv[1] == "abort" else ctypes.string_at(0)
+
+if sys.argv[2:]:
+    threading.Thread(target=crash).start()
+    threading.Event().wait()
+crash()
+"""
+
+
+@pytest.mark.parametrize("how", [["abort"], ["read"], ["read", "in a thread"]])
+def test_a_deadly_signal_is_placed_by_the_stack_that_faulthandler_prints(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "crash.py").write_text(CRASHES)
+    command = [sys.executable, "-X", "faulthandler", "crash.py", *how]
+    log = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    assert tracebacks.place_at_signal(log) == "crash.py:5 in crash"
+    assert tracebacks.place_at_signal("killed\n") is None
+
+
+def test_a_crash_in_a_thread_of_compiled_code_is_placed_by_the_main_thread() -> None:
+    threads = ('"/usr/lib/python3.11/threading.py", line 331 in wait', '"t.py", line 9 in all_reduce')
+    stacks = "\n\n".join(f"Thread 0x7f (most recent call first):\n  File {frame}" for frame in threads)
+    log = f"Fatal Python error: Aborted\n\n{stacks}\n\nExtension modules: numpy (total: 1)\n"
+    assert tracebacks.place_at_signal(log) == "t.py:9 in all_reduce"
+
+
 def test_a_warning_that_others_cause_comes_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from toolkit.base import reading
 
 _FRAME = re.compile(
-    r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+)(?:, in (?P<function>[^\n]+)|$)'
+    r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+)(?:,? in (?P<function>[^\n]+)|$)'
 )
 #: Frames of libraries and of Python itself say less than the caller's own. So do those of the toolkit.
 _LIBRARY = re.compile(r".*(?:site|dist)-packages/([\w.-]+)|.*/lib/python3[\w.]*/()|<()")
@@ -57,6 +57,15 @@ def place(text: str, start: int = 0) -> str | None:
     """
     last = _last([_frame(match) for match in _FRAME.finditer(text, start)], text)
     return None if last is None else last.place
+
+
+def place_at_signal(text: str) -> str | None:
+    """Return :func:`place` of the stack that faulthandler has printed at a deadly signal. None without one."""
+    _, fatal, stacks = text.rpartition("Fatal Python error: ")
+    # The thread that got the signal, if it was one of Python's; else the main thread, which comes last.
+    stack = stacks.partition("Current thread ")[2] or stacks.rpartition("Thread ")[2]
+    # Innermost frame last, as in a traceback.
+    return place("\n".join(reversed(stack.partition("\n\n")[0].split("\n")))) if fatal else None
 
 
 def source(text: str) -> str:

@@ -672,18 +672,23 @@ def test_a_rank_of_a_script_that_ends_badly_in_a_stop_leaves_the_others_their_ti
     )
 
 
-def test_a_ranks_own_words_do_not_hide_the_signal_that_killed_it(run: RunDir) -> None:
+@pytest.mark.parametrize(("name", "where"), [("SIGABRT", "train.py:4 in step"), ("SIGKILL", None)])
+def test_a_ranks_own_words_do_not_hide_the_signal_that_killed_it(run: RunDir, name: str, where: str | None) -> None:
+    """With SIGKILL the stack in its log is another process's, such as that of a data worker."""
+
     def dies(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
         fsio.make_dir(run.error_file(1, 0).parent)
         error = {"rank": 0, "host": "node2", "type": "RuntimeError", "message": "peer closed"}
         fsio.write_json(run.error_file(1, 0), error)
-        ranks.events.put(ended(0))
+        stack = 'Thread 0x7f (most recent call first):\n  File "train.py", line 4 in step\n'
+        run.rank_log(1, 0).write_text(f"Fatal Python error: Aborted\n\n{stack}")
+        ranks.events.put(RanksExited((0,), "node2", f"killed by {name}", signal.Signals[name], time.time()))
 
     supervise(run, Ranks(dies), max_failures=0)
     (line,) = run.attempts()
     assert line.first_failure is not None
-    assert line.first_failure.how == "killed by SIGKILL"
+    assert (line.first_failure.how, line.first_failure.where) == (f"killed by {name}", where)
 
 
 def test_a_stop_beside_a_lost_node_is_not_said_to_be_committed(run: RunDir) -> None:

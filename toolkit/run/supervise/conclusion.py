@@ -6,11 +6,13 @@ The verdict is written into the run, and a requeue is asked of Slurm.
 from __future__ import annotations
 
 import os
+import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from toolkit import hang
-from toolkit.base import logs, outages
+from toolkit.base import logs, outages, tracebacks
 from toolkit.base.errors import EXIT_FAILED, EXIT_STOPPED
 from toolkit.base.process_limits import limits
 from toolkit.files import rundir
@@ -18,7 +20,7 @@ from toolkit.files.run_files import STOPPED_PHASE, RunState
 from toolkit.run.attempt import error_files
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.error_files import read_error_files
-from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict
+from toolkit.run.attempt.facts import Budgets, Cause, Decision, Facts, RankFailure, Verdict, first_failure
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.attempt.verdict import has_completed, has_worked, judge, unfit_nodes
 from toolkit.run.job.slurm_job import JobFate
@@ -31,6 +33,9 @@ from toolkit.run.supervise.node_care import NodeCare
 
 #: Torch may be imported from a slow file server.
 IMPORTS_S, LOOK_EVERY_S = 60.0, 0.1
+
+#: Ends at which faulthandler prints the stacks.
+_OF_FAULTHANDLER = re.compile("killed by SIG(?:ABRT|BUS|FPE|ILL|SEGV)")
 
 log = logs.get(__name__)
 
@@ -113,7 +118,13 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
             note_cut_link(context, attempt, hosts[rank], failure.unreached)
     # A rank's own words replace its exit code, but not the signal that killed it.
     kept = [failure for failure in attempt.failures if failure.rank not in reported or failure.by_signal]
-    attempt.explain([*kept, *reported.values()])
+    failures = [*kept, *reported.values()]
+    first = first_failure(failures)
+    if first is not None and first.by_signal and first.rank is not None and _OF_FAULTHANDLER.match(first.how):
+        with suppress(OSError):
+            tail = tracebacks.tail_of_file(context.run.rank_log(attempt.number, first.rank))
+            failures[failures.index(first)] = replace(first, where=tracebacks.place_at_signal(tail))
+    attempt.explain(failures)
 
 
 def excuse_nodes(attempt: Attempt) -> None:
