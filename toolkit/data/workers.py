@@ -287,13 +287,11 @@ class WorkerSource:
             batch: Batch | JobFailedError = next(self._batches)
         except RuntimeError as error:
             raise self._death(step, f": {error}") from None
-        except (ConnectionError, EOFError):  # it died just after it had sent a batch, which is in its memory
+        except (ConnectionError, EOFError) as error:  # it died just after it had sent a batch, which is in its memory
             deadline = time.monotonic() + END_S  # its sockets are closed before it has ended
-            while len(self._alive()) == len(self._pids):
-                if time.monotonic() >= deadline:
-                    raise
+            while len(self._alive()) == len(self._pids) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            raise self._death(step, "") from None
+            raise self._death(step, f": {error or type(error).__name__}") from None
         if isinstance(batch, JobFailedError):
             self.close()
             raise batch
@@ -317,7 +315,7 @@ class WorkerSource:
     def _death(self, step: int, detail: str) -> JobFailedError:
         """Return the error for a dead worker. It names the sample, which memory shared with this process holds."""
         dead = sorted(set(self._pids) - set(self._alive()))
-        work = "; ".join(self._last_words(number) for number, pid in enumerate(self._pids) if pid in dead)
+        work = "; ".join(self._last_words(number) for number, pid in enumerate(self._pids) if pid in dead or not dead)
         start = self._sampler.at(step).start
         self.close()
         return JobFailedError(

@@ -212,6 +212,19 @@ def test_a_worker_that_dies_is_reported_with_the_sample_it_was_loading(most: int
             loader.at(1)
 
 
+def test_a_worker_that_closes_its_connection_long_before_its_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives much memory back. The error of its connection would read as if another rank had ended."""
+
+    def reset(_: object) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    with running(Noisy(18), 1) as loader:
+        loader.at(0)
+        monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__next__", reset)
+        with pytest.raises(JobFailedError, match=r"a data worker died \(pid unknown\).*reset by peer\. Worker 0 was"):
+            loader.at(1)
+
+
 class Stuck(Noisy):
     """A data set whose reading never returns, as with a file server that is down."""
 
