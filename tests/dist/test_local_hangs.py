@@ -107,31 +107,51 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
 
 
-#: Rank 0 makes a call alone. The others go on to the next step, and wait for it there.
+#: Rank 0 makes a call alone. The others go on, and wait for it in the next step or where an epoch begins.
 ALONE = """
 import torch, toolkit
 from torch import nn
 run = toolkit.start()
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 run.resumable(model=model)
+"""
+IN_A_STEP = """
 for _ in run.steps(range(40), total=40):
     model(torch.ones(8, 4)).sum().backward()
     if run.rank == 0 and run.step == 5:
         torch.distributed.barrier()
 """
+BETWEEN_EPOCHS = """
+for epoch in run.epochs(2):
+    for _ in run.steps(range(6)):
+        model(torch.ones(8, 4)).sum().backward()
+    if run.rank == 0:
+        torch.distributed.barrier()
+"""
 
 
-def test_a_call_that_one_rank_makes_alone_is_named_with_its_rank_and_line(env: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ALONE)
+@pytest.mark.parametrize(
+    ("loop", "named"),
+    [
+        (
+            IN_A_STEP,
+            r"in barrier \(train.py:11\), \d+ s; 2 others in \w+ \(train.py:9\); "
+            r"collective \d+ was barrier \(train.py:11\) on rank 0, and \w+ \(train.py:9\) on rank 1",
+        ),
+        (BETWEEN_EPOCHS, r"in barrier \(train.py:12\), \d+ s; 2 others waiting for the others \(train.py:8\)"),
+    ],
+    ids=["step", "epoch"],
+)
+def test_a_call_that_one_rank_makes_alone_is_named_with_its_rank_and_line(
+    env: dict[str, str], tmp_path: Path, loop: str, named: str
+) -> None:
+    (tmp_path / "train.py").write_text(ALONE + loop)
     argv = [*TOOLKIT, "submit", "train.py", "--executor", "local", "--wait", "cluster.tasks_per_node=3"]
     argv += ["dist.timeout_s=40", "retry.max_failures=0"]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S)
     assert done.returncode == 1, done.stderr
     (hung,) = the_run(env).attempts()
-    assert hung.cause == "hang"
-    assert hung.first_failure.rank == 0
-    named = r"in barrier \(train.py:10\), \d+ s; 2 others in \w+ \(train.py:8\); "
-    named += r"collective \d+ was barrier \(train.py:10\) on rank 0, and \w+ \(train.py:8\) on rank 1"
+    assert (hung.cause, hung.first_failure.rank) == ("hang", 0)
     assert re.fullmatch(named, hung.first_failure.how), hung.first_failure
 
 

@@ -177,6 +177,14 @@ def test_a_rank_at_work_waits_for_nobody() -> None:
     assert awaits([]) is None
 
 
+@pytest.mark.parametrize(("line", "waits"), [("work.wait()", True), ("time.sleep(9)", False)])
+def test_a_wait_for_a_collective_that_was_begun_before_is_one(tmp_path: Path, line: str, waits: bool) -> None:
+    """The wait itself is compiled code, so the script's own frame is the innermost."""
+    (tmp_path / "train.py").write_text(f"work = dist.all_reduce(x, async_op=True)\n{line}\n")
+    stack = [FrameSummary(str(tmp_path / "train.py"), 2, "<module>")]
+    assert awaits(stack) == ("waiting for a collective" if waits else None)
+
+
 def test_thousands_of_ranks_are_judged_in_no_time() -> None:
     seen = [rank(number, BACKWARD) for number in range(4096)]
     begun = time.monotonic()

@@ -94,6 +94,7 @@ WAITS = {
     "toolkit.ranks.collectives:gather_by_name": "in all_gather",
     "toolkit.strategies.spmd:wait": "in all_reduce",
     "toolkit.plugins.methods.parameter_server.mail:receive": "waiting for a message",
+    "toolkit.train.same_calls:_await": "waiting for the others",
 }
 
 
@@ -117,7 +118,8 @@ def awaits(stack: Stack) -> str | None:
             module, _, function = place.partition(":")
             if frame.name == function and frame.filename.endswith(f"/{module.replace('.', '/')}.py"):
                 return what
-    return None
+    # Of torch's compiled `work.wait()` the caller is the innermost frame; Python's own waits have frames of threading.
+    return "waiting for a collective" if stack and ".wait(" in (stack[0].line or "") else None
 
 
 @dataclass(frozen=True)
