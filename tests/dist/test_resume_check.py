@@ -384,7 +384,8 @@ def test_a_check_that_proves_nothing_does_not_pass(
     assert all_runs(tmp_path / "runs") == []
 
 
-def test_a_check_that_is_interrupted_leaves_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_check_that_is_interrupted_leaves_no_run(tmp_path: Path, number: signal.Signals) -> None:
     slow = SHORT_LOOP.replace("        loss", "        time.sleep(1)\n        loss", 1)
     (tmp_path / "train.py").write_text("import time\n" + slow)
     runs = tmp_path / "runs"
@@ -392,7 +393,7 @@ def test_a_check_that_is_interrupted_leaves_no_run(tmp_path: Path) -> None:
     environ = {"TOOLKIT_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     with subprocess.Popen(argv, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: any((run.status().progress.step or 0) > 0 for run in all_runs(runs)), 120, "a step")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=PATIENCE * 60)
     assert "is ended and removed" in said
     assert all_runs(runs) == []

@@ -6,6 +6,7 @@ epoch's end. The exit code is 0 if all is identical, 1 if not, and 3 if the
 check proves nothing.
 """
 
+import signal
 from argparse import ArgumentParser, Namespace
 
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
@@ -40,6 +41,9 @@ def run(args: Namespace) -> int:
     from toolkit.plugins.site import resume_check, resume_compare
 
     logs.setup()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # of `timeout`, a closed terminal: as Ctrl-C, leave no run behind
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     plan = resume_compare.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
     report = resume_check.check(args.config, args.overrides, plan, args.executor)
     kept = report.runs if args.keep or report.verdict == resume_compare.DIFFERENT else ()
