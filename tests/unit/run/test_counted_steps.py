@@ -122,6 +122,37 @@ def test_a_counter_that_a_loop_goes_by_is_named(body: str, is_warned: bool) -> N
     assert warned(text=COUNTED.replace("run.steps(data)", "data")) == []
 
 
+TRAINER = """import toolkit
+class Trainer:
+    def __init__(self, model):
+        self.model, self.run = model, toolkit.start()
+        self.step = 0
+        self.run.resumable({handed})
+    def load_state_dict(self, state):
+        {loads}
+    def train(self):
+        for epoch in self.run.epochs(3):
+            for x in self.run.steps(data):
+                self.step += 1
+                if self.step % self.every == 0: log()
+"""
+
+
+@pytest.mark.parametrize(
+    ("handed", "loads", "is_warned"),
+    [
+        ("model=self.model", "pass", True),
+        ("model=self.model", "self.step = state['step']", False),
+        ("model=self.model, trainer=self", "pass", False),
+        ("model=self.model, values=vars(self)", "pass", False),
+    ],
+)
+def test_a_counter_of_a_trainer_is_named(handed: str, loads: str, is_warned: bool) -> None:
+    text = TRAINER.format(handed=handed, loads=loads).encode()
+    told = [*counted_anew(PythonSource(Path("loop.py"), text))]
+    assert ["line 12: after a resume 'self.step' counts" in each for each in told] == [True] * is_warned
+
+
 def test_a_submission_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "loop.py").write_text(SCRIPT.format(line="for i, x in enumerate(run.steps(data)):", body="print(i)"))
     for _ in range(2):

@@ -84,11 +84,11 @@ def _beside(source: PythonSource, runs: set[str]) -> Iterator[str]:
 def _own_counters(source: PythonSource, runs: set[str]) -> Iterator[str]:
     """Yield a warning for each number that a script counts up in ``run.steps(...)``, and goes by there."""
     handed = {
-        each.id
+        ast.unparse(each)
         for call in source.nodes
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "resumable"
         for each in ast.walk(call)
-        if isinstance(each, ast.Name)
+        if isinstance(each, (ast.Name, ast.Attribute)) and not isinstance(source.parents[each], ast.Attribute)
     }
     for loop in source.nodes:
         if not isinstance(loop, ast.For) or _steps_in(loop.iter, runs) is None:
@@ -98,26 +98,28 @@ def _own_counters(source: PythonSource, runs: set[str]) -> Iterator[str]:
         for node in inside:
             if (
                 isinstance(node, ast.AugAssign)
-                and isinstance(node.target, ast.Name)
-                and node.target.id in goes_by - handed
+                and (name := ast.unparse(node.target)) in goes_by
+                and not any(f"{name}.".startswith(f"{each}.") for each in handed)
                 and _is_number(node.value)
                 and _begins_anew(node.target, loop, source)
             ):
                 yield (
-                    f"{source.place(node)}: after a resume {node.target.id!r} counts from its start again; set it by "
+                    f"{source.place(node)}: after a resume {name!r} counts from its start again; set it by "
                     "run.step or run.batch, or keep it in a dictionary that is handed over to run.resumable"
                 )
 
 
-def _begins_anew(counter: ast.Name, loop: ast.For, source: PythonSource) -> bool:
-    """True if a function sets a counter to a number before the loop, and nowhere else."""
+def _begins_anew(counter: ast.Name | ast.Attribute | ast.Subscript, loop: ast.For, source: PythonSource) -> bool:
+    """True if a function sets a counter to a number before the loop, and nowhere else; ``self.step``: the class."""
     scope: ast.AST = loop
-    while not isinstance(scope, (ast.FunctionDef, ast.Module)):
+    ends = (ast.FunctionDef, ast.Module) if isinstance(counter, ast.Name) else (ast.ClassDef, ast.Module)
+    while not isinstance(scope, ends):
         scope = source.parents[scope]
-    names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == counter.id]
-    sets = [source.parents[node] for node in names if isinstance(node.ctx, ast.Store) and node is not counter]
+    name = ast.unparse(counter)
+    same = [node for node in ast.walk(scope) if isinstance(node, type(counter)) and ast.unparse(node) == name]
+    sets = [source.parents[node] for node in same if isinstance(node.ctx, ast.Store) and node is not counter]
     shared = [each for node in source.nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for each in node.names]
-    return counter.id not in shared and [
+    return name not in shared and [
         isinstance(each, ast.Assign) and _is_number(each.value) and each.lineno < loop.lineno for each in sets
     ] == [True]
 
@@ -138,7 +140,7 @@ def _goes_by(node: ast.AST) -> Iterator[str]:
         parts = [node.left, *node.comparators]
     elif isinstance(node, ast.Call):
         parts = [*node.args, *(word.value for word in node.keywords)]
-    yield from (part.id for part in parts if isinstance(part, ast.Name))
+    yield from (ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute)))
 
 
 def _runs(source: PythonSource) -> Iterator[str]:
