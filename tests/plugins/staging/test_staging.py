@@ -28,7 +28,7 @@ from toolkit.plugins.staging.package import PackageSource
 from toolkit.plugins.staging.supervisor_side import ImportFigures, NodeStaging
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job.nodes import Nodes
-from toolkit.run.supervise.stop_path import Signalled
+from toolkit.run.supervise.stop_path import StopAsked
 
 HOSTS = ("node1", "node2")
 
@@ -176,9 +176,9 @@ def test_always_waits_for_the_copies_and_a_signal_ends_the_wait(environment: Pat
     assert start.launcher.holds_zygotes
     start.request()
     assert 1700 < start.launcher.orders[0].wait_s <= limits().copies_s
-    events.put(Signalled(signal.SIGTERM))
+    events.put(StopAsked(signal.SIGTERM))
     start.staging.wait(HOSTS, events)
-    assert events.get() == Signalled(signal.SIGTERM)
+    assert events.get() == StopAsked(signal.SIGTERM)
     assert "not there in time" in start.told
     # a node that is lost is not waited for
     start.staging.agent_ended("node2", "it is lost")

@@ -14,7 +14,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Stop
 from toolkit.run.job.slurm_job import JobFate
-from toolkit.run.supervise.stop_path import StopPath
+from toolkit.run.supervise.stop_path import StopAsked, StopPath
 from toolkit.slurm.commands import Settings
 
 
@@ -68,7 +68,7 @@ def test_of_two_reasons_to_stop_the_first_counts_unless_a_user_gives_the_second(
 @pytest.mark.parametrize(("kill_wait_s", "after_s"), [(30.0, 25.0), (6.0, 3.0)])
 def test_slurm_is_asked_before_it_kills_this_process(kill_wait_s: float, after_s: float) -> None:
     played = Played(kill_wait_s=kill_wait_s)
-    played.path.take_signal(signal.SIGTERM)
+    played.path.take(StopAsked(signal.SIGTERM))
     assert played.path._ask_slurm_at == pytest.approx(time.monotonic() + after_s, abs=1.0)
 
 
@@ -91,6 +91,12 @@ def test_a_script_has_the_time_to_save_that_there_is(stop: Stop, time_s: float, 
     played.path.ask(stop)
     assert played.attempt.kill_at == pytest.approx(time.monotonic() + time_s, abs=1.0)
     assert played.signals == [signal.SIGTERM]
+
+
+def test_a_users_request_counts_also_where_its_file_cannot_be_read_again() -> None:
+    played = Played()
+    played.path.take(StopAsked(None))
+    assert played.attempt.stop is Stop.USER, "a signal of unknown origin would have the run requeued"
 
 
 def test_a_script_has_at_least_half_a_minute_where_nothing_is_reserved() -> None:

@@ -42,7 +42,7 @@ from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 from toolkit.run.submission.resume import resume
 from toolkit.run.supervise import conclusion, stop_path, supervisor
-from toolkit.run.supervise.stop_path import Signalled
+from toolkit.run.supervise.stop_path import StopAsked
 from toolkit.run.supervise.supervisor import Supervisor
 
 
@@ -220,7 +220,7 @@ def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(run: RunDir
     def fails(ranks: Ranks) -> None:
         ranks.events.put(ended(2))
         ranks.events.put(AllRanksEnded(137))
-        threading.Timer(0.1, ranks.events.put, [Signalled(signal.SIGTERM)]).start()
+        threading.Timer(0.1, ranks.events.put, [StopAsked(signal.SIGTERM)]).start()
 
     assert supervise(run, Ranks(fails)) == 75
     assert [line.cause for line in run.attempts()] == ["crashed", "stopped"]
@@ -310,7 +310,7 @@ def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verd
     def ends(ranks: Ranks) -> None:
         ranks.events.put(ended(0))
         ranks.events.put(AllRanksEnded(137))
-        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(StopAsked(signal.SIGTERM))
 
     assert supervise(run, Ranks(ends)) == 75
     assert run.attempts()[0].cause == "stopped"
@@ -640,7 +640,7 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
 
     def saves(ranks: Ranks) -> None:
         ranks.answers_kill = False
-        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(StopAsked(signal.SIGTERM))
         ranks.events.put(AllRanksEnded(0))
 
     ranks = Ranks(saves)
@@ -660,7 +660,7 @@ def test_a_rank_of_a_script_that_ends_badly_in_a_stop_leaves_the_others_their_ti
 
     def saves(ranks: Ranks) -> None:
         ranks.answers_kill = False
-        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(StopAsked(signal.SIGTERM))
         ranks.events.put(ended(1, code=143))
 
     ranks = Ranks(saves)

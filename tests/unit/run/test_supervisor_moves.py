@@ -23,7 +23,7 @@ from toolkit.nodes.start.launcher import AllRanksEnded
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.supervise.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
-from toolkit.run.supervise.stop_path import Signalled, StopPath
+from toolkit.run.supervise.stop_path import StopAsked, StopPath
 from toolkit.run.supervise.supervisor import Supervisor
 
 NEW_FAN = "drained: new fan by root"
@@ -240,7 +240,7 @@ def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
         def stop() -> None:
             if Store.proposed == ["stop"]:
                 # after ten times STOP_LIMIT_S the move still waits; a stop by a signal then does not
-                threading.Timer(0.5, ranks.events.put, [Signalled(signal.SIGINT)]).start()
+                threading.Timer(0.5, ranks.events.put, [StopAsked(signal.SIGINT)]).start()
 
         Store.on_propose = stop
 
@@ -264,7 +264,7 @@ def test_a_preemption_while_the_ranks_stop_wins(
 
         def stop() -> None:
             slurm.preempt("1", grace_s=60)
-            ranks.events.put(Signalled(signal.SIGTERM))
+            ranks.events.put(StopAsked(signal.SIGTERM))
             ranks.events.put(ended(0, 1, code=75))
             ranks.events.put(AllRanksEnded(75))
 

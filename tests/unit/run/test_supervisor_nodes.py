@@ -42,7 +42,7 @@ from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
 from toolkit.run.supervise import conclusion, entry, supervisor
 from toolkit.run.supervise.conclusion import judge_attempt
-from toolkit.run.supervise.stop_path import Signalled
+from toolkit.run.supervise.stop_path import StopAsked
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Settings
 
@@ -591,7 +591,7 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
     def told(ranks: Ranks) -> None:
         ranks.answers_kill = False
         what(slurm, "1")
-        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(StopAsked(signal.SIGTERM))
         ranks.events.put(RanksExited((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
 
     ranks = Ranks(told)
@@ -610,7 +610,7 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
 
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
-        ranks.events.put(Signalled(signal.SIGTERM))
+        ranks.events.put(StopAsked(signal.SIGTERM))
         later = threading.Timer(2 * limits().status_every_s, lambda: stops(ranks))
         later.start()
 
@@ -648,7 +648,7 @@ def with_limit(
 def gets_slurms_signal(ranks: Ranks) -> None:
     """Get Slurm's signal, and complete 2 looks later if nothing stops the ranks."""
     ranks.report(step=7, step_start=0)
-    ranks.events.put(Signalled(signal.SIGUSR2))
+    ranks.events.put(StopAsked(signal.SIGUSR2))
     Store.on_propose = lambda: ranks.events.put(AllRanksEnded(75))
     threading.Timer(3 * limits().status_every_s, completes, [ranks]).start()
 
@@ -723,7 +723,7 @@ def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, change_limi
     def gets_two(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
         for _ in range(2):
-            ranks.events.put(Signalled(signal.SIGUSR2))
+            ranks.events.put(StopAsked(signal.SIGUSR2))
         stopped = RanksExited((0,), "node1", "exit code 75", None, time.time(), 75)
         Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, AllRanksEnded(75))]
 
@@ -826,7 +826,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     monkeypatch.setattr(entry, "build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    assert entry._supervise(run, "slurm", None, None) == EXIT_STOPPED
+    assert entry.run_supervisor(run, "slurm", None, None) == EXIT_STOPPED
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     assert slurm.show_job("1").restarts == (0 if follow_up else 1)
     assert run.result() is None

@@ -38,7 +38,8 @@ class Desk:
         self.for_stacks: list[str] = []
         self.attempt = SimpleNamespace(stop=None, kill_at=None, plan=SimpleNamespace(world_size=2))
         store = SimpleNamespace(propose=lambda kind, by: self.proposed.append(kind))
-        hangs = SimpleNamespace(answer_with_stacks=self.for_stacks.append)
+        investigation = SimpleNamespace(answer=lambda request_id, reports: self.for_stacks.append(request_id))
+        hangs = SimpleNamespace(investigation=investigation, reports=None)
         context = SimpleNamespace(run=run, is_foreign=is_foreign)
         self.look = UserRequests(cast(Any, context), cast(Any, self.attempt), cast(Any, store), cast(Any, hangs)).look
 

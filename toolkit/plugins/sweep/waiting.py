@@ -19,7 +19,7 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.stop_path import Signalled, is_slurms_signal
+from toolkit.run.supervise.stop_path import StopAsked, is_for_limit
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
 
@@ -55,7 +55,7 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
         # A signal to end may come meanwhile.
         with contextlib.suppress(Empty):
             event = context.events.get(timeout=limits().look_at_awaited_every_s)
-            if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
+            if isinstance(event, StopAsked) and not is_for_limit(context, event):
                 if requeue is not None:
                     return _give_back(context, requeue, record, stands)
                 stop_request.ask(context.run, Intent.STOP)

@@ -232,11 +232,6 @@ class Attempt:
             return None
         return (time.time() - self.first_step) / (step - start)
 
-    @property
-    def save_s(self) -> float:
-        """Return the seconds that a save takes, as far as rank 0 has reported."""
-        return self.progress.save_s or 0.0
-
     def nodes_at_fault(self, suspect: str | None) -> dict[str, str]:
         """Return the nodes that have ended this attempt, with the reason. A drained node does not count."""
         at_fault = dict.fromkeys(sorted(self.lost_nodes), "it was lost")

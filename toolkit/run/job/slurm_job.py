@@ -168,7 +168,7 @@ class SlurmJob:
         """Return those of ``hosts`` whose slurmd does not answer within ``timeout_s``."""
         return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0], timeout_s=timeout_s)
 
-    def takes_limit_signal(self, number: signal.Signals) -> bool:
+    def takes_limit_signal(self, number: signal.Signals | None) -> bool:
         """True for the signal of ``cluster.signal_delay_s``, if it comes at its time.
 
         The first such signal counts, and no later one. Slurm may send it a minute early, and at once where the delay is
@@ -181,7 +181,7 @@ class SlurmJob:
         if self._slurms_time() <= row.end_time - delay_s - SIGNAL_EARLY_S:
             return False
         self._has_its_signal = True
-        log.info("%s: Slurm's word that the limit is %d s away, or up to a minute more", number.name, delay_s)
+        log.info("SIGUSR2: Slurm reports that the limit is %d s away, or up to a minute more", delay_s)
         return True
 
     def left_s(self) -> float:

@@ -1,7 +1,6 @@
 """One attempt, from the start of its ranks to the end of the last one.
 
-Signal handlers, launchers and agents only put events into the queue; the one loop here does all the work. It also hands
-the requests of users to the ranks.
+Signal handlers, launchers and agents only put events into the queue; the one loop here does all the work.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from queue import Empty
@@ -24,7 +22,7 @@ from toolkit.files import records
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.hang import Watchdog
 from toolkit.nodes.agent.messages import AgentSignalled, ConnectionsAnswered, RankActivity, RanksReporting
-from toolkit.nodes.agent.reports import Digest, RankReport
+from toolkit.nodes.agent.reports import RankReport
 from toolkit.nodes.start.agents import NodeAnswered
 from toolkit.nodes.start.launcher import (
     AllRanksEnded,
@@ -46,7 +44,7 @@ from toolkit.run.records.stop_request import Answer, Wish
 from toolkit.run.supervise import parts
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.node_care import NodeCare
-from toolkit.run.supervise.stop_path import Signalled, StopPath
+from toolkit.run.supervise.stop_path import StopAsked, StopPath
 from toolkit.slurm.network import job_address, wildcard
 
 #: After a SIGKILL only ranks killed at the same moment are awaited: a SIGKILL is no effect of another failure.
@@ -82,7 +80,7 @@ class AttemptLoop:
         self._context, self._attempt, self._ranks, self._store = context, attempt, ranks, store
         self._care = care
         self._hangs = HangWatch(context, attempt, ranks)
-        self.stops = StopPath(context, attempt, ranks, store)
+        self._stops = StopPath(context, attempt, ranks, store)
         self._requests = UserRequests(context, attempt, store, self._hangs)
         self._ask_stopped_at = -math.inf  #: when to ask again whether the job is stopped
 
@@ -91,18 +89,14 @@ class AttemptLoop:
         try:
             self._watch()
         finally:
-            self._hangs.close()
+            self._hangs.investigation.close()
             self._store.close()
         # Late events may still tell why the ranks ended.
         while not self._context.events.empty():
             self._handle(self._context.events.get())
 
     def _watch(self) -> None:
-        """Handle events and the clock until the ranks have ended.
-
-        Two values of the attempt decide what comes next: ``kill_at``, when to kill all ranks (again), and
-        ``exit_code``, which is there when all ranks have ended or are given up.
-        """
+        """Handle events and the clock until all ranks have ended or are given up: then there is an exit code."""
         attempt, next_status = self._attempt, time.monotonic()
         unkillable_at = math.inf
         while attempt.exit_code is None:
@@ -112,7 +106,7 @@ class AttemptLoop:
                 # Again, as Slurm loses a signal for a step that its node has not started yet.
                 attempt.note_killed(now + limits().kill_again_s)
                 self._ranks.kill()
-                self.stops.hurry(now + limits().dying_s)
+                self._stops.hurry(now + limits().dying_s)
             if now >= unkillable_at and self._ranks.tells_each_end:
                 self._do_without_unkillable()
                 unkillable_at = now + limits().unkillable_s
@@ -146,31 +140,31 @@ class AttemptLoop:
             self._attempt.lose(stuck)
 
     def _do_periodic_work(self) -> None:
-        """Do the periodic work that no event triggers."""
+        """Do the work that no event triggers."""
+        context, attempt = self._context, self._attempt
         self._wait_while_stopped()
         # This node may have been cut off, and Slurm has restarted the job elsewhere.
-        if not self._context.claim.holds():
+        if not context.claim.holds():
             self._ranks.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
         # The folder alone: where its parent is gone as well, a file system may be away for a moment.
-        folder = self._context.run.path
+        folder = context.run.path
         if not folder.exists() and folder.parent.exists():
             self._ranks.abandon()
             raise Overtaken(f"the run's folder {folder} was removed: leaving; the ranks end when they lose us")
-        if self._context.job.has_answered_late:
-            self._context.job.has_answered_late = False
-            self._context.prepare_requeue()
-        self._context.note_usage(self._attempt)
-        is_silent = self._context.is_foreign and not self._attempt.has_begun
-        if is_silent and self._context.run.rank_log(self._attempt.number, 0).exists():
-            self._attempt.note_begun()
-        self._context.journal.set_status(self._attempt.phase, self._attempt)
-        self.stops.watch_the_clock()
+        if context.job.has_answered_late:
+            context.job.has_answered_late = False
+            context.prepare_requeue()
+        context.note_usage(attempt)
+        if context.is_foreign and not attempt.has_begun and context.run.rank_log(attempt.number, 0).exists():
+            attempt.note_begun()
+        context.journal.set_status(attempt.phase, attempt)
+        self._stops.watch_the_clock()
         self._hangs.look()
         self._requests.look()
-        self._care.dead.look(self._attempt)
-        self._care.look_for_ailing(self._attempt, self.stops)
-        self.stops.leave_the_rest_to_slurm()
+        self._care.dead.look(attempt)
+        self._care.look_for_ailing(attempt, self._stops)
+        self._stops.leave_the_rest_to_slurm()
 
     def _wait_while_stopped(self) -> None:
         """Wait while all steps of the job are stopped, by ``scancel --signal=STOP``. This process is in none of them.
@@ -183,7 +177,7 @@ class AttemptLoop:
         self._ask_stopped_at = began + ASK_STOPPED_EVERY_S
         if not self._context.job.is_stopped():
             return
-        log.warning("Slurm has stopped the job's steps: waiting until they go on")
+        log.warning("Slurm has stopped the job's steps: waiting until they continue")
         while self._context.job.is_stopped():
             agents.hear_all()
             time.sleep(LOOK_STOPPED_EVERY_S)
@@ -198,16 +192,16 @@ class AttemptLoop:
             case RanksReporting(number, host, ranks) if number == attempt.number:
                 attempt.note_heard(host, ranks)
             case Progress(host, digest) if digest.attempt == attempt.number:
-                self._hangs.hear(host, digest)
+                self._hangs.watch_reports().hear(host, digest)
             case RankActivity() if event.attempt == attempt.number:
-                self._hangs.take_activity(event)
+                self._hangs.investigation.take_activity(event)
             # Ends and failures: after the first one the other ranks are killed soon.
             case RanksExited():
                 self._take_exit(event)
             case RanksFinished(ranks):  # a lost node is waited for only while ranks on other nodes are left
                 attempt.note_finished(ranks)
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
-                log.error("node %s does not answer: going on without it", host)
+                log.error("node %s does not answer: continuing without it", host)
                 attempt.lose([host])
                 self._kill_soon(KILLED_TOGETHER_S)  # the cause is known
             case LaunchFailed():
@@ -224,9 +218,9 @@ class AttemptLoop:
                 for address in addresses:
                     note_cut_link(self._context, attempt, host, address)
             case AgentSignalled():
-                self.stops.take_ranks_signal()
-            case Signalled(number):
-                self.stops.take_signal(number)
+                self._stops.take_ranks_signal()
+            case StopAsked():
+                self._stops.take(event)
             # An error in another thread ends the supervisor.
             case Exception():
                 raise event
@@ -256,9 +250,9 @@ class AttemptLoop:
             attempt.note_stopped(ended.ranks)
             return
         if not attempt.killed:
-            log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
+            log.error("rank %s on %s: %s", ",".join(map(str, ended.ranks)), ended.host, ended.how)
         # a rank without any report: the node may lack the interpreter, a library or a mount
-        have_not_reported = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
+        have_not_reported = self._hangs.reports is not None and attempt.heard.keys().isdisjoint(ended.ranks)
         failure_of = partial(
             RankFailure,
             host=ended.host,
@@ -280,17 +274,16 @@ class AttemptLoop:
         how = f"could not be started: {failed.why}" if failed.ranks else f"the ranks could not be started: {failed.why}"
         if attempt.killed and not any(failure.how == how for failure in attempt.failures):
             return  # the kill came before the launch
-        log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
+        log.error("%s", f"rank {','.join(map(str, failed.ranks))} on {failed.host}: {how}" if failed.ranks else how)
         # What Slurm refuses is no node's fault, and would be refused again.
         if failed.advice:
             words = f"Slurm refuses the step that starts the ranks: {failed.why}; {failed.advice}"
             attempt.fail(RankFailure(None, "", words, time.time(), comes_again=True))
-            self._kill_soon(limits().error_reports_s)
-            return
-        host = failed.host or self._context.allocation.hosts[0]
-        failure = RankFailure(None, host, how, time.time(), at_launch=True)
-        # Without ranks the whole step failed: note one failure without a rank.
-        attempt.fail(*(replace(failure, rank=rank) for rank in failed.ranks or [None]))
+        else:
+            host = failed.host or self._context.allocation.hosts[0]
+            failure = RankFailure(None, host, how, time.time(), at_launch=True)
+            # Without ranks the whole step failed: note one failure without a rank.
+            attempt.fail(*(replace(failure, rank=rank) for rank in failed.ranks or [None]))
         self._kill_soon(limits().error_reports_s)
 
     def _kill_soon(self, wait_s: float) -> None:
@@ -312,55 +305,48 @@ def note_cut_link(context: Context, attempt: Attempt, host: str, address: str) -
         attempt.note_cut_link(host, peer)
 
 
-def _names(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks))
-
-
 class UserRequests:
-    """Looks for requests, and hands on each once in an attempt.
+    """Passes users' requests on to the agents, which read stacks, or to the ranks, each once in an attempt.
 
-    Stacks are read by the agents. The ranks do all else, at a step on which they agree: the store's agreement is
-    proposed, as for a stop, and rank 0 reads what is asked for. A request that was handed on by a supervisor that has
-    died since, or in an earlier attempt, is handed on again: the ranks see by its files whether it is still open.
+    The ranks agree on the step, as for a stop, and rank 0 reads what is asked for. A request that an earlier attempt or
+    supervisor has passed on is passed on again: its files tell whether it is still open.
     """
 
     def __init__(self, context: Context, attempt: Attempt, store: Store, hangs: HangWatch) -> None:
         self._context, self._attempt, self._store, self._hangs = context, attempt, store, hangs
-        self._handed_on: set[str] = set()
+        self._passed_on: set[str] = set()
 
     def look(self) -> None:
-        """Hand on what is new. While the ranks are told to stop, requests wait for the next attempt."""
+        """Pass on what is new. While the ranks stop, requests wait for the next attempt."""
         if self._attempt.stop is not None or self._attempt.kill_at is not None:
             return
         with contextlib.suppress(OSError):  # the next look is half a second away
             for request_id in stop_request.unanswered(self._context.run):
-                if request_id not in self._handed_on:
-                    self._handed_on.add(request_id)
-                    self._hand_on(request_id)
+                if request_id not in self._passed_on:
+                    self._passed_on.add(request_id)
+                    if refused := self._pass_on(request_id):
+                        stop_request.answer(self._context.run, request_id, Answer(refused=refused))
 
-    def _hand_on(self, request_id: str) -> None:
-        try:
-            request = stop_request.read(self._context.run, request_id)
-        except DamagedFileError as error:
-            self._refuse(request_id, str(error))
-            return
-        if request is None:
-            return
-        log.info("a user asks for %s", request.wish)
+    def _pass_on(self, request_id: str) -> str | None:
+        """Pass a request on, if it is still there. Return why it is refused, else None."""
         run, world_size = self._context.run, self._attempt.plan.world_size
-        if request.wish is not Wish.STACKS and self._context.is_foreign:
+        try:
+            request = stop_request.read(run, request_id)
+        except DamagedFileError as error:
+            return str(error)
+        if request is None:
+            return None
+        log.info("a user asks for %s", request.wish)
+        if request.wish is Wish.STACKS:
+            self._hangs.investigation.answer(request_id, self._hangs.reports)  # does not wait for them
+            return None
+        if self._context.is_foreign:
             why = f"run {run.id} is a script under `toolkit exec`, into whose steps the toolkit cannot look"
-            self._refuse(request_id, f"{why}; `toolkit stacks` works")
-        elif request.wish is Wish.PROFILE and request.rank >= world_size:
-            why = f"run {run.id} has no rank {request.rank}: its ranks are 0 to {world_size - 1}"
-            self._refuse(request_id, why)
-        elif request.wish is Wish.STACKS:
-            self._hangs.answer_with_stacks(request_id)
-        else:
-            self._store.propose(stop_request.KIND + request_id, by=f"`toolkit {request.wish}`")
-
-    def _refuse(self, request_id: str, why: str) -> None:
-        stop_request.answer(self._context.run, request_id, Answer(refused=why))
+            return f"{why}; `toolkit stacks` works"
+        if request.wish is Wish.PROFILE and request.rank >= world_size:
+            return f"run {run.id} has no rank {request.rank}: its ranks are 0 to {world_size - 1}"
+        self._store.propose(stop_request.KIND + request_id, by=f"`toolkit {request.wish}`")
+        return None
 
 
 class HangWatch:
@@ -368,28 +354,17 @@ class HangWatch:
 
     def __init__(self, context: Context, attempt: Attempt, ranks: RunningRanks) -> None:
         self._context, self._attempt = context, attempt
-        self._investigation = parts.hang_investigation(context, attempt, ranks)
-        self._reports: Watchdog | None = None
+        self.investigation = parts.hang_investigation(context, attempt, ranks)
+        #: None for a script, unless it has called ``toolkit.start()`` and reports
+        self.reports: Watchdog | None = None
         if not context.is_foreign:
-            self._reports = Watchdog(context.config.dist.timeout_s)
+            self.watch_reports()
 
-    @property
-    def hears_ranks(self) -> bool:
-        """True where ranks are to report.
-
-        The toolkit's own are, and those of a script that has called ``toolkit.start()``.
-        """
-        return self._reports is not None
-
-    def hear(self, host: str, digest: Digest) -> None:
-        """Take the progress of the ranks on ``host``."""
-        if self._reports is None:
-            self._reports = Watchdog(self._context.config.dist.timeout_s)
-        self._reports.hear(host, digest)
-
-    def take_activity(self, activity: RankActivity) -> None:
-        """Take what a node tells of a rank of a script that reports nothing."""
-        self._investigation.take_activity(activity)
+    def watch_reports(self) -> Watchdog:
+        """Return what takes the ranks' reports."""
+        if self.reports is None:
+            self.reports = Watchdog(self._context.config.dist.timeout_s)
+        return self.reports
 
     def look(self) -> None:
         """Kill the ranks if they hang.
@@ -400,25 +375,17 @@ class HangWatch:
         attempt, agents = self._attempt, self._context.agents
         if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
             return
-        reports = self._reports
-        if not (self._investigation.is_stuck() if reports is None else reports.is_stuck()):
+        reports = self.reports
+        if not (self.investigation.is_stuck() if reports is None else reports.is_stuck()):
             return
         # Only of ranks that are stuck: of others it is not known how long they have been still.
-        still_s = self._investigation.still_s() if reports is None else reports.still_s
+        still_s = self.investigation.still_s() if reports is None else reports.still_s
         if still_s is None:  # the investigation has failed
             return
         how = f"no progress for {still_s:.0f} s, dist.timeout_s is {self._context.config.dist.timeout_s}"
         # Ask before the kill, which destroys the evidence.
         if agents is not None:
             agents.ask_for_unanswered()
-        log.error("%s: %s", how, "asking the ranks for their stacks" if self._investigation else "the run hangs")
-        found: RankFailure | None = self._investigation.find_cause(self._reports)
+        log.error("the run hangs: %s; asking the ranks for their stacks", how)
+        found: RankFailure | None = self.investigation.find_cause(reports)
         attempt.end_for_hang(found or RankFailure(None, "", how, time.time()))
-
-    def answer_with_stacks(self, request_id: str) -> None:
-        """Answer `toolkit stacks`. Does not wait for the stacks."""
-        self._investigation.answer(request_id, self._reports)
-
-    def close(self) -> None:
-        """End the watch."""
-        self._investigation.close()

@@ -1,7 +1,4 @@
-"""Concludes an attempt: collects the facts, has them judged and carries out the verdict.
-
-The verdict is written into the run, and a requeue is asked of Slurm.
-"""
+"""Concludes an attempt: collects the facts, has them judged, writes the verdict and asks Slurm for a requeue."""
 
 from __future__ import annotations
 
@@ -46,20 +43,16 @@ def conclude(context: Context, attempt: Attempt, care: NodeCare) -> Verdict:
     context.journal.note_gain(attempt)
     verdict = judge_attempt(context, attempt)
     if verdict.cause is Cause.COMPLETED and context.is_foreign:
-        verdict = replace(verdict, line=verdict.line + _remark(context, attempt))
+        error = error_files.exception_at_end(context.run, attempt, context.config.secrets)
+        if error:  # odd, with exit code 0
+            hint = "its exit code was 0. A pipe (`| tee`) hides that of the program: `set -o pipefail`"
+            verdict = replace(verdict, line=f"{verdict.line}, but {error}; {hint}")
     record(context, attempt, verdict)
     if verdict.cause is Cause.MOVED:
         care.give_back(attempt)
     # Last: a job that is being ended has only seconds.
     hang.remove_unused(context.run.attempt_logs(attempt.number))
     return verdict
-
-
-def _remark(context: Context, attempt: Attempt) -> str:
-    """Return what is odd about the end of a script with exit code 0, as the end of a line."""
-    error = error_files.exception_at_end(context.run, attempt, context.config.secrets)
-    hint = "its exit code was 0. A pipe (`| tee`) hides that of the program: `set -o pipefail`"
-    return f", but {error}; {hint}" if error else ""
 
 
 def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
@@ -69,7 +62,10 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
     the second excludes the node. If enough nodes are left then, the attempt does not count as the run's failure.
     """
     outages.persist(lambda: add_error_files(context, attempt), context.run.path, "read")
-    excuse_nodes(attempt)
+    # Blame no node for ranks that ended unreported if most nodes have such ranks.
+    unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
+    if len(unreported) > len({*attempt.rank_hosts}) / 2:
+        attempt.explain(replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures)
     note_lack_of_torch(context, attempt)
     note_recurring(context, attempt)
     job, nodes = context.job, context.nodes
@@ -102,7 +98,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Verdict:
 
 
 def add_error_files(context: Context, attempt: Attempt) -> None:
-    """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
+    """Read what failing ranks wrote about themselves: it tells more than an exit code, and is timed at its cause."""
     if context.is_foreign:
         attempt.explain(error_files.explained(context.run, attempt, context.config.secrets))
     reported: dict[int, RankFailure] = {}
@@ -116,7 +112,7 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
         reported[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
         if failure.unreached is not None:
             note_cut_link(context, attempt, hosts[rank], failure.unreached)
-    # A rank's own words replace its exit code, but not the signal that killed it.
+    # A rank's report replaces its exit code, but not the signal that killed it.
     kept = [failure for failure in attempt.failures if failure.rank not in reported or failure.by_signal]
     failures = [*kept, *reported.values()]
     first = first_failure(failures)
@@ -125,13 +121,6 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
             tail = tracebacks.tail_of_file(context.run.rank_log(attempt.number, first.rank))
             failures[failures.index(first)] = replace(first, where=tracebacks.place_at_signal(tail))
     attempt.explain(failures)
-
-
-def excuse_nodes(attempt: Attempt) -> None:
-    """Blame no node for ranks that ended unreported if most nodes have such ranks."""
-    unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
-    if len(unreported) > len({*attempt.rank_hosts}) / 2:
-        attempt.explain(replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures)
 
 
 def note_lack_of_torch(context: Context, attempt: Attempt) -> None:
@@ -236,7 +225,13 @@ def record(context: Context, attempt: Attempt, verdict: Verdict) -> None:
     if verdict.decision is Decision.RESTART:
         journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
         return
-    state, why = _state(verdict), verdict.line
+    why = verdict.line
+    if verdict.decision is Decision.REQUEUE:
+        state = RunState.REQUEUED
+    elif verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
+        state = RunState(verdict.cause)
+    else:
+        state = RunState.FAILED
     journal.set_status(state, attempt, why=why, ended=time.time())
     # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
     if verdict.decision is Decision.REQUEUE:
@@ -266,12 +261,3 @@ def end_before_start(context: Context) -> int:
     outages.persist(lambda: write_ended(context.run, state, f"{state} before it started again"), context.run.path)
     parts.notify(context.run)
     return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
-
-
-def _state(verdict: Verdict) -> RunState:
-    """Return the run's state after a verdict that ends the job."""
-    if verdict.decision is Decision.REQUEUE:
-        return RunState.REQUEUED
-    if verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
-        return RunState(verdict.cause)
-    return RunState.FAILED

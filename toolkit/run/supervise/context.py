@@ -31,7 +31,7 @@ log = logs.get(__name__)
 
 
 class Context:
-    """The supervised run, and its present job."""
+    """The supervised run, and its current job."""
 
     claim: Claim  #: once the run is this job's
 
@@ -61,17 +61,14 @@ class Context:
         return self.config.job == FOREIGN_JOB
 
     def note_usage(self, attempt: Attempt, *, is_last: bool = False) -> None:
-        """Have the journal write what the job uses, as far as the agents have told."""
+        """Have the journal write what the job uses, as far as the agents have reported."""
         if self.agents is not None:
             messages = dict(self.agents.usages)  # another thread adds to it
             used = self.usage.update(messages, attempt, self.job.row, is_last=is_last)
             self.journal.usage = used or self.journal.usage
 
     def note_ready(self, attempt: Attempt) -> None:
-        """Note when the agents were ordered, and when that of rank 0's node was ready.
-
-        The times at which it had connected and had imported torch are noted.
-        """
+        """Note when the agents were ordered, and when that of rank 0's node had connected and had imported torch."""
         if self.agents is not None and attempt.start is not None and not attempt.start.marks:
             ready = dict(self.agents.ready)  # another thread adds to it
             main_host = attempt.rank_hosts[0]

@@ -1,11 +1,8 @@
 """Starts the supervisor: under a guard in a batch job, directly on this machine.
 
-If the supervisor itself fails, a result says so.
-
-The guard is the batch script's own process. Slurm takes the job as over when that process ends, even if others still
-run. So it only waits. A supervisor that gets SIGKILL (by the kernel for lack of memory, by someone's mistake) is
-replaced within the allocation. The agents end the ranks; the next supervisor starts others, from the state in memory or
-on disk.
+The guard is the batch script's process. Slurm takes the job as over when that process ends, even if others still run.
+So it only waits. A supervisor that gets SIGKILL (by the kernel for lack of memory, by someone's mistake) is replaced
+within the allocation. The agents end the ranks; the next supervisor starts others, from the state in memory or on disk.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from toolkit.config import JobConfig
 from toolkit.devices import on_node
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent import die_with_parent
-from toolkit.nodes.agent.die_with_parent import SIGNALS
+from toolkit.nodes.agent.die_with_parent import SIGNALS, die_with
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
@@ -56,7 +52,7 @@ log = logs.get(__name__)
 
 
 def supervise(run_dir: str, where: str) -> None:
-    """Supervise the run in ``run_dir`` to its end; exit with the job's code. Both entry points end here.
+    """Supervise the run in ``run_dir`` to its end; exit with the job's code. If the supervisor fails, a result says so.
 
     ``where`` is ``slurm`` (inside an allocation, whose size wins over the config's and is recorded in ``config.yaml``)
     or ``local``.
@@ -66,11 +62,11 @@ def supervise(run_dir: str, where: str) -> None:
     logs.setup("supervisor")
     try:
         if where == "local":
-            code = _supervise(run, where, None, None)
+            code = run_supervisor(run, where, None, None)
         else:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # held until there is a child to pass them to
             try:
-                code = guarded(partial(_supervise, run, where, open_endpoint(run)), partial(_step, run))
+                code = guarded(partial(run_supervisor, run, where, open_endpoint(run)), partial(_step, run))
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     except SupervisorKilledError as error:
@@ -95,7 +91,8 @@ def _step(run: RunDir) -> int:
         return 0
 
 
-def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, earlier_death: str | None) -> int:
+def run_supervisor(run: RunDir, where: str, endpoint: Endpoint | None, earlier_death: str | None) -> int:
+    """Make the run's supervisor and run it; return the job's exit code. See `Supervisor.run`."""
     # Held until there are handlers: a `toolkit cancel` at this moment would kill this process, and leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -123,7 +120,7 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
     try:
         outages.persist(lambda: write_ended(run, RunState.FAILED, why), run.path)
     except OSError as also:
-        log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
+        log.error("%s: this could not be written either: %s; `toolkit resume %s` continues", run.path, also, run.id)
     parts.notify(run)
 
 
@@ -131,10 +128,10 @@ class SupervisorKilledError(ToolkitError):
     """Supervisors were killed one after the other, and the run made no new step in between."""
 
 
-def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = lambda: 0) -> int:
-    """Run ``supervise(None)`` in a child process, with the stop signals blocked; return its exit code.
+def guarded(run_once: Callable[[str | None], int], step: Callable[[], int]) -> int:
+    """Run ``run_once(None)`` in a child process, with the stop signals blocked; return its exit code.
 
-    When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are passed on. If the
+    When a signal kills the child, ``run_once`` runs again with a line that says so. Stop signals are passed on. If the
     child is killed after SIGTERM was passed on, the job is over and the code is 128 + the signal. Raises
     SupervisorKilledError after three deaths in a row between which ``step``, the run's highest one, did not grow.
     """
@@ -142,41 +139,40 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
     deaths, best = 0, step()
     try:
         while deaths < MAX_DEATHS:
-            code, was_terminated = _run_child(supervise, earlier_death)
+            code, was_terminated = _run_child(run_once, earlier_death)
             if code >= 0:
                 return code
-            name = signal.Signals(-code).name
             if was_terminated:
                 return 128 - code
-            earlier_death = f"the supervisor on {os.uname().nodename} was killed by {name}"
+            earlier_death = f"the supervisor on {os.uname().nodename} was killed by {signal.Signals(-code).name}"
             # A new step since the last death starts the count anew.
             reached = step()
             deaths, best = (1, reached) if reached > best else (deaths + 1, best)
             log.error("%s, %d times in a row without a new step", earlier_death, deaths)
     finally:  # there is no child any more to pass signals to
-        for number in die_with_parent.SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     raise SupervisorKilledError(
         f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?"
     )
 
 
-def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:
+def _run_child(run_once: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:
     """Return the exit code, negative after a signal, and whether SIGTERM was passed on."""
     passed_on: list[int] = []
     guard = os.getpid()
     # Blocked while there is no child to pass signals to: one that comes now is delivered a moment later.
-    signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     child = os.fork()
     if child == 0:
-        # Run ``supervise``, and never return: the frames above on the stack are the guard's.
+        # Never return: the frames above on the stack are the guard's.
         code = 1
         try:
-            die_with_parent.die_with(guard, signal.SIGKILL)
-            code = supervise(earlier_death)  # unblocks the signals when it has handlers: one may have come already
+            die_with(guard, signal.SIGKILL)
+            code = run_once(earlier_death)  # unblocks the signals when it has handlers: one may have come already
         finally:
-            with contextlib.suppress(OSError):  # the code counts also where the last words cannot be written
+            with contextlib.suppress(OSError):  # the code counts also where the last lines cannot be written
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
@@ -185,21 +181,18 @@ def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None
         passed_on.append(number)
         os.kill(child, number)  # not reaped before the handlers are gone, so the pid is not reused
 
-    for number in die_with_parent.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # Wait without reaping: the pid stays the child's while signals are passed on.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     # Signals that come from now on are for the next child, if there is one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on
 
 
 def open_endpoint(run: RunDir) -> Endpoint | None:
-    """Return the endpoint that outlives a supervisor; None if it cannot be opened.
-
-    Without it each supervisor opens its own, which reports the error.
-    """
+    """Return the endpoint that outlives a supervisor. Without one each supervisor opens its own."""
     try:
         return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
     except (OSError, ToolkitError) as error:

@@ -38,7 +38,7 @@ class NodeCare:
             self._drained = for_drained_nodes(slurm.drained)
 
     def look_for_ailing(self, attempt: Attempt, stops: StopPath) -> None:
-        """Ask the ranks to stop where good spares can replace drained or sick nodes. No step is lost by it."""
+        """Ask the ranks to stop where good spares can replace drained or sick nodes, and no step is lost by it."""
         agents, nodes = self._context.agents, self._context.nodes
         if agents is None:
             return
@@ -56,8 +56,7 @@ class NodeCare:
         step_s = attempt.mean_step_s
         if step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
             return
-        # A job that ends soon goes on elsewhere anyway.
-        if self._context.job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S):
+        if self._context.job.is_nearly_over(attempt.progress.save_s or 0.0, LEAST_TIME_TO_MOVE_S):
             return
         log.warning("spares are to replace %s: asking the ranks to stop", ", ".join(leaving))
         attempt.vacate(leaving)

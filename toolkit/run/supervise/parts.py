@@ -1,6 +1,6 @@
-"""All that a supervisor may have beside the lifecycle of its run, each part by an import where it is made.
+"""The optional parts of a supervisor, each imported where it is made.
 
-What carries out a key of the config raises what it raises. The rest only watches or advises, and cannot end a run.
+What carries out a key of the config may raise. The rest only watches or advises, and cannot end a run.
 """
 
 from __future__ import annotations

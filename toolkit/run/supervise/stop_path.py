@@ -1,7 +1,6 @@
-"""The one way in which ranks are asked to stop.
+"""The one way in which ranks are asked to stop, for a user, a signal or the clock.
 
-A user, a signal or the clock may want it: in each case the store's agreement is proposed. The ranks commit and exit
-with 75, and what happens next is judged like any other end.
+The store's agreement is proposed. The ranks commit and exit with 75, and the verdict judges that like any other end.
 """
 
 from __future__ import annotations
@@ -27,25 +26,28 @@ log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
-class Signalled:
-    """The event that this process has received a signal, or has found a user's request (SIGUSR1)."""
+class StopAsked:
+    """The event that this process was asked to stop: by a signal, or by a user's request in the run's folder (None)."""
 
-    number: signal.Signals
+    by: signal.Signals | None
+
+    def __str__(self) -> str:
+        return "a user's request" if self.by is None else self.by.name
 
 
-def why_stop(context: Context, number: signal.Signals) -> Stop:
-    """Return what a signal to this process means."""
+def why_stop(context: Context, by: signal.Signals | None) -> Stop:
+    """Return why this process was asked to stop."""
     wanted = context.asked()
     if wanted is Intent.CANCEL:
         return Stop.CANCEL
-    if wanted is Intent.STOP or number is signal.SIGINT or context.allocation.job_id is None:
+    if wanted is Intent.STOP or by in (None, signal.SIGINT) or context.allocation.job_id is None:
         return Stop.USER
     return Stop.SIGNAL
 
 
-def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
-    """Return whether Slurm sent the signal for the time limit. Then no user wants a stop; the clock is watched here."""
-    return not context.asked() and context.job.takes_limit_signal(number)
+def is_for_limit(context: Context, asked: StopAsked) -> bool:
+    """True for Slurm's signal before the time limit. No user wants a stop then, and the clock is watched here."""
+    return not context.asked() and context.job.takes_limit_signal(asked.by)
 
 
 def is_being_ended(context: Context) -> bool:
@@ -53,15 +55,11 @@ def is_being_ended(context: Context) -> bool:
     waiting = [context.events.get() for _ in range(context.events.qsize())]
     for event in waiting:  # put them back: answers of late nodes may be among them
         context.events.put(event)
-    has_signal = any(isinstance(event, Signalled) for event in waiting)
-    return has_signal or not context.job.state().is_left_alone
+    return any(isinstance(event, StopAsked) for event in waiting) or not context.job.state().is_left_alone
 
 
 def stopped_in_pause(context: Context, attempt: Attempt, pause_s: float) -> bool:
-    """Wait ``pause_s`` while there are no ranks; return whether a signal stops the run.
-
-    It may come in the checks, between two attempts, or in a pause.
-    """
+    """Wait ``pause_s`` while there are no ranks; return whether the run is to stop."""
     deadline = time.monotonic() + pause_s
     while attempt.stop is None:
         try:
@@ -70,9 +68,9 @@ def stopped_in_pause(context: Context, attempt: Attempt, pause_s: float) -> bool
             break
         if isinstance(event, Exception):  # as in an attempt: the agents are served no more
             raise event
-        if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
-            attempt.ask_to_stop(why_stop(context, event.number))
-            log.warning("%s: the ranks are not started", event.number.name)
+        if isinstance(event, StopAsked) and not is_for_limit(context, event):
+            attempt.ask_to_stop(why_stop(context, event.by))
+            log.warning("%s: the ranks are not started", event)
     return attempt.stop is not None
 
 
@@ -108,10 +106,9 @@ class StopPath:
             attempt.kill_within(limits().stop_s)
 
     def _left_s(self, stop: Stop) -> float:
-        """Return how long a script may take to save.
+        """Return how long a script may take to save: all the time until a limit or Slurm's kill.
 
-        Before a limit, and when Slurm ends the job, that is all the time until then. Otherwise it is what the config
-        reserves for the last save before a limit.
+        If neither is near, it is what the config reserves for the last save before a limit.
         """
         job, reserved_s = self._context.job, self._context.config.cluster.signal_delay_s
         left_s = job.left_s() - VERDICT_S
@@ -134,21 +131,21 @@ class StopPath:
             log.warning("Slurm ends the job, and has sent the ranks SIGTERM")
             self.ask(why_stop(self._context, signal.SIGTERM), have_signal=True)
 
-    def take_signal(self, number: signal.Signals) -> None:
-        """Stop for a signal to this process. The one by which Slurm announces the time limit is ignored."""
+    def take(self, asked: StopAsked) -> None:
+        """Stop, except for the signal by which Slurm announces the time limit."""
         context = self._context
-        if is_slurms_signal(context, number):
+        if is_for_limit(context, asked):
             return
         if self._attempt.stop is None:
-            log.warning("%s: asking the ranks to stop", "a user's request" if context.asked() else number.name)
-        if number is signal.SIGTERM and context.job.slurm is not None:
+            log.warning("%s: asking the ranks to stop", StopAsked(None) if context.asked() else asked)
+        if asked.by is signal.SIGTERM and context.job.slurm is not None:
             self._ask_slurm_at = time.monotonic() + self._until_kill_s()
-        self.ask(why_stop(context, number))
+        self.ask(why_stop(context, asked.by))
 
     def watch_the_clock(self) -> None:
         """Stop in time before the limit, without any signal configured."""
         attempt = self._attempt
-        if attempt.stop is None and self._context.job.is_nearly_over_still(attempt.save_s):
+        if attempt.stop is None and self._context.job.is_nearly_over_still(attempt.progress.save_s or 0.0):
             log.warning("the time limit is near: asking the ranks to stop")
             self.ask(Stop.CLOCK)
 

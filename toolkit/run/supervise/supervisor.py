@@ -7,7 +7,6 @@ supervisor imports no torch, so it is up in a fraction of a second.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import Agents
-from toolkit.nodes.start.launcher import Events, Launcher, refuse_too_many_ranks
+from toolkit.nodes.start.launcher import Launcher, refuse_too_many_ranks
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Stop, Verdict
@@ -35,7 +34,7 @@ from toolkit.run.supervise.attempt_loop import run_attempt
 from toolkit.run.supervise.conclusion import conclude, end_before_start, record
 from toolkit.run.supervise.context import Context
 from toolkit.run.supervise.node_care import NodeCare
-from toolkit.run.supervise.stop_path import Signalled, stopped_in_pause
+from toolkit.run.supervise.stop_path import StopAsked, stopped_in_pause
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
 
@@ -61,7 +60,6 @@ class Supervisor:
         self._run, self._config, self._allocation = run, config, allocation
         self._launcher, self._agents, self._token = launcher, agents, token
         self._is_over = threading.Event()
-        self._attempts_without_step = 0  #: attempts in a row that made no step
         self._context = context = Context(run, config, allocation, slurm, agents, container)
         self._events, self._journal, self._nodes = context.events, context.journal, context.nodes
         self._care = NodeCare(context)
@@ -72,7 +70,11 @@ class Supervisor:
         ``earlier_death`` says how the supervisor before this one died, if it is known. Raises Overtaken when the run
         belongs to another job.
         """
-        _install_handlers(self._events)
+        # These replace submitit's handlers, which requeue inside the handler. SimpleQueue.put may interrupt itself.
+        for number in SIGNALS:
+            signal.signal(number, lambda n, _: self._events.put(StopAsked(signal.Signals(n))))
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self._context.claim = Claim.of_job(self._run, self._allocation, self._token)
         self._journal.read()
         if has_ended(self._context, earlier_death):
@@ -80,13 +82,17 @@ class Supervisor:
         take_run(self._context)
         senders = parts.tracker_senders(self._run, self._config)
         try:
-            verdict = self._start(earlier_death)
+            self._take_over(earlier_death)
+            verdict = parts.wait_for_other_runs(self._context)
+            # A user may have ended the run in the queue, or before a requeue by Slurm.
+            if verdict is None and self._context.asked() is None:
+                self._prepare_nodes()
+                verdict = self._run_attempts()
         finally:
             self._is_over.set()
             if self._agents is not None:
                 self._agents.close()
             senders.close()
-        # A user ended the run before it started again.
         if verdict is None:
             return end_before_start(self._context)
         # The run is over for good: cancel its follow-up jobs.
@@ -94,12 +100,12 @@ class Supervisor:
             self._context.requeue.dismiss()
         if verdict.decision is not Decision.REQUEUE or self._run.result() is not None:  # Slurm may not take it back
             parts.notify(self._run)
-        return _exit_code(verdict)
+        if verdict.cause is Cause.COMPLETED:
+            return EXIT_DONE
+        return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
 
-    # ------------------------------------------------------------------------------------------------- the beginning
-
-    def _start(self, earlier_death: str | None) -> Verdict | None:
-        """Make attempts; return None for a run that a user has ended."""
+    def _take_over(self, earlier_death: str | None) -> None:
+        """Take over from an earlier supervisor, if there was one: its agents, its attempt, its status."""
         # First, since agents of a killed supervisor wait for this one; they would not wait for a slow controller. Each
         # attempt's order has its own number.
         command, environ = self._context.rank_command(), self._context.rank_environ(attempt=0)
@@ -108,12 +114,12 @@ class Supervisor:
         row = self._context.job.row
         self._context.claim.note_command(None if row is None else row.command)
         if self._context.job.is_ending():  # the batch script ignores signals: this process has not got Slurm's
-            self._events.put(Signalled(signal.SIGTERM))
+            self._events.put(StopAsked(signal.SIGTERM))
         close_interrupted(self._context, earlier_death)
         self._journal.announce()
-        ended = parts.wait_for_other_runs(self._context)
-        if ended is not None or self._context.asked():  # perhaps in the queue, or before a requeue by Slurm
-            return ended
+
+    def _prepare_nodes(self) -> None:
+        """Have the nodes checked, what ranks need copied there, and follow-up jobs submitted."""
         threading.Thread(target=self._watch_for_request, daemon=True).start()
         # The agents import torch while this process does the rest.
         plan = self._nodes.plan()
@@ -127,35 +133,36 @@ class Supervisor:
         parts.check_nodes(self._context)
         plan = self._nodes.plan()  # without nodes that are bad
         copying.wait(() if plan is None else plan.hosts, self._events)
-        return self._run_attempts()
 
     def _watch_for_request(self) -> None:
-        """Look for a user's request to end, and put it into the queue as a signal would be.
+        """Look for a user's request to end, and put it into the queue.
 
         No signal is sent: the process that Slurm could signal may be a batch script's shell, which would die of it.
         """
         while not self._is_over.wait(REQUEST_EVERY_S):
-            with contextlib.suppress(OSError):  # a file server may be away
+            with suppress(OSError):  # a file server may be away
                 if stop_request.asked(self._run) is not None:
-                    self._events.put(Signalled(signal.SIGUSR1))
+                    self._events.put(StopAsked(None))
                     return
 
-    # -------------------------------------------------------------------------------------------------- the attempts
-
     def _run_attempts(self) -> Verdict:
+        without_step = 0  # attempts in a row
         while (plan := self._nodes.plan()) is not None:
             self._nodes.note_used(plan)
             attempt = self._new_attempt(plan)
             # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
-            tries = self._attempts_without_step
-            pause_s = min(limits().first_pause_s * 2 ** (tries - 1), limits().longest_pause_s) if tries else 0.0
+            pause_s = 0.0
+            if without_step:
+                pause_s = min(limits().first_pause_s * 2 ** (without_step - 1), limits().longest_pause_s)
             if stopped_in_pause(self._context, attempt, pause_s):
                 attempt.end(EXIT_STOPPED)
             else:
                 run_attempt(self._context, attempt, self._launcher, self._care)
-            verdict = self._conclude(attempt)
+            verdict = conclude(self._context, attempt, self._care)
             if verdict.decision is not Decision.RESTART:
                 return verdict
+            made_a_step = (attempt.progress.step or 0) > (attempt.progress.step_start or 0)
+            without_step = 0 if made_a_step or self._context.is_foreign else without_step + 1
         # The checks have found bad nodes, or nodes have died together with the last supervisor. Record an attempt
         # without ranks, so that the history has a line for this requeue.
         bad = self._nodes.out
@@ -174,38 +181,17 @@ class Supervisor:
         start = None if self._context.is_foreign else self._journal.begin(self._context.job.row)
         return Attempt(number, time.time(), plan, start)
 
-    def _conclude(self, attempt: Attempt) -> Verdict:
-        verdict = conclude(self._context, attempt, self._care)
-        # Attempts without a step lengthen the pause before the next one.
-        made_a_step = (attempt.progress.step or 0) > (attempt.progress.step_start or 0)
-        self._attempts_without_step = 0 if made_a_step or self._context.is_foreign else self._attempts_without_step + 1
-        return verdict
-
-
-def _install_handlers(events: Events) -> None:
-    """Replace submitit's handlers, which requeue inside the handler. SimpleQueue.put may interrupt itself safely."""
-    for number in SIGNALS:
-        signal.signal(number, lambda n, _: events.put(Signalled(signal.Signals(n))))
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _exit_code(verdict: Verdict) -> int:
-    if verdict.cause is Cause.COMPLETED:
-        return EXIT_DONE
-    return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
-
 
 def has_ended(context: Context, earlier_death: str | None) -> bool:
     """True if the run was over already, and Slurm has restarted its job by mistake.
 
     Slurm 24.11 does so after a preemption with grace time. It remembers that the job is to be requeued when it ends.
-    Our own requeue does not clear that, so Slurm acts on it at the next end, days later. A user who wants the run to go
-    on calls `toolkit resume`, which removes the result first.
+    Our own requeue does not clear that, so Slurm acts on it at the next end, days later. A user who wants the run to
+    continue calls `toolkit resume`, which removes the result first.
     """
     run, result = context.run, context.run.result()
     restarted = context.allocation.restart_count > 0 or earlier_death is not None
-    # Whether one that was stopped or cancelled goes on is decided by the request for it.
+    # Whether one that was stopped or cancelled continues is decided by the request for it.
     if not restarted or result is None or result.state.is_cut_short:
         return False
     log.info("run %s has ended before (%s): nothing to do in this restart", run.id, result.state)
@@ -240,16 +226,14 @@ def take_run(context: Context) -> None:
         if used.components and not all(used.gpus):
             cluster.gpus_per_node = 0  # ranks of a component without GPUs are right to see none
         outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
-        # An sbatch script that Slurm starts again knows only its job id.
-        key = allocation.job_key
-        if key is not None:
+        if (key := allocation.job_key) is not None:  # an sbatch script that Slurm starts again knows only its job id
             outages.persist(lambda: rundir.remember_job(run, key), run.path)
     outages.persist(run.clear_result, run.path)
     run.hold_room()
 
 
 def _refuse_too_few_gpus(used: Allocation) -> None:
-    """Refuse ranks that would share a GPU without ``cluster.tasks_per_gpu``. Raises RequestError."""
+    """Raise RequestError for ranks that would share a GPU without ``cluster.tasks_per_gpu``."""
     gpus_of = used.gpus_of
     for host, ranks in used.ranks_of.items():
         if 0 < gpus_of[host] * used.tasks_per_gpu < len(ranks):
@@ -284,10 +268,9 @@ def close_interrupted(context: Context, earlier_death: str | None) -> None:
         cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
     elif status.stop not in (None, Stop.MOVE) or (is_here and job.was_preempted(status.job_id)):
         cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
-    elif status.why is not None:  # its guard has given up
-        cause, why = Cause.NODE_FAILURE, status.why
-    else:
-        cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
+    else:  # its guard may have given up, and said why
+        cause = Cause.NODE_FAILURE
+        why = status.why or "the supervisor disappeared without a result (node failure, power loss or SIGKILL)"
     log.warning("attempt %d: %s", left.number, why)
     for host in gone:
         nodes.condemn(host, f"lost in attempt {left.number}")
