@@ -143,7 +143,7 @@ def test_a_run_that_another_cluster_trains_is_resumed_here_when_its_status_is_ol
     assert not sent.is_over()
     # Slurm starts alpha's job once more: the number is the same, and the run is not its own any more.
     with pytest.raises(Overtaken):
-        Claim.of_job(run, allocation("1"), claim.token)
+        Claim.of_job(run, allocation("1"), claim.owner.token)
 
 
 def test_a_cluster_that_is_gone_for_good_can_be_said_to_be_so(site: Site) -> None:

@@ -1,4 +1,1 @@
-"""Facts about the current place: nodes, ranks, network interfaces, and what Slurm reports.
-
-Nothing here imports torch or submitit: the login node and ``toolkit --help`` import this package.
-"""
+"""Facts about the current place: nodes, ranks, network interfaces, and what Slurm reports."""

@@ -415,7 +415,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-#: Number and name of each step in the output of `scontrol show step`; the toolkit's step names have no spaces.
+#: Number and name of each step in the output of `scontrol show step`; names of the toolkit's steps have no spaces.
 _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
 #: The columns of `parse_statuses`. ``%S`` is the start, of a pending job the one that the scheduler expects; ``%o`` the
 #: batch script with its whole path. ``--all`` is for jobs in hidden partitions.
@@ -432,8 +432,8 @@ class _ProgramError(SlurmError):
 
     def __init__(self, argv: Sequence[str], code: int, stderr: str) -> None:
         self.stderr = stderr
-        words = shortened("\n  ".join(stderr.strip().splitlines()[-5:]), 2000) or "(nothing on stderr)"
-        super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {words}{advice_on(stderr)}")
+        lines = shortened("\n  ".join(stderr.strip().splitlines()[-5:]), 2000) or "(nothing on stderr)"
+        super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {lines}{advice_on(stderr)}")
 
     def says(self, words: str) -> bool:
         return words.lower() in self.stderr.lower()
@@ -492,17 +492,12 @@ _ADVICE = (
 def advice_on(stderr: str) -> str:
     """Return what to do about a failure of Slurm's, as a line to append; empty where it is not known."""
     found = next((advice for words, advice in _ADVICE if words.lower() in stderr.lower()), None)
-    if _PARTITION in stderr.lower() and (names := _partitions()):
+    if _PARTITION in stderr.lower():
         wrong = re.search(r"specified: (\S+)", stderr)
-        found = f"{nearest(wrong[1], names) if wrong else ''}cluster.partition is one of {listing(names)}"
+        with suppress(SlurmError):
+            names = run_program(["sinfo", "--noheader", "--format=%R"], 10.0, os.environ).split()
+            found = f"{nearest(wrong[1], names) if wrong else ''}cluster.partition is one of {listing(names)}"
     return f"\nWhat to do: {found}" if found else ""
-
-
-def _partitions() -> list[str]:
-    """Return the names of the partitions; none where Slurm does not answer."""
-    with suppress(SlurmError):
-        return run_program(["sinfo", "--noheader", "--format=%R"], 10.0, os.environ).split()
-    return []
 
 
 def _shown(argv: Sequence[str]) -> str:

@@ -13,10 +13,7 @@ _OUTPUT_CHANGING = ("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_", "SLU
 
 
 def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` with the C locale, and with times in seconds since the epoch.
-
-    Local times are ambiguous for an hour each autumn.
-    """
+    """Return ``environ`` with the C locale and times in seconds: local ones are ambiguous for an hour each autumn."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_CHANGING)}
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 

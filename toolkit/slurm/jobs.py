@@ -90,7 +90,7 @@ class JobStatus:
     reason: str | None = None
     node_list: str = ""
     start_time: float | None = None  #: in seconds since the epoch; while pending: Slurm's estimate
-    command: str | None = None  #: the batch script, with its arguments; empty without one, None where it is not told
+    command: str | None = None  #: the batch script, with its arguments; empty without one, None where it is unknown
     exit_code: int | None = None  #: from accounting alone, 0 after a signal
 
     @property
@@ -182,10 +182,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
 
 
 def row_of(rows: Sequence[JobRow], job_id: str) -> JobRow | None:
-    """Return the row of this job. That of a heterogeneous job's first component stands for the whole job.
-
-    Of a whole array there are several rows: return the first.
-    """
+    """Return the row of this job: of an array the first, of a heterogeneous job one that stands for all components."""
     row = next((row for row in rows if job_id in (row.job_id, row.requeue_id)), rows[0] if rows else None)
     others = tuple(each for each in rows if row is not None and each is not row and each.het_job_id == row.job_id)
     if row is None or not others:
@@ -203,7 +200,7 @@ def row_of(rows: Sequence[JobRow], job_id: str) -> JobRow | None:
 
 
 def _memory_of_node(fields: Mapping[str, str]) -> int | None:
-    """Return the memory that the job has on a node, or asks for. The job's TRES counts that of all nodes together."""
+    """Return the memory that the job has on a node, or asks for. Its TRES counts that of all nodes together."""
     tres = fields.get("AllocTRES") or fields.get("TRES") or fields.get("ReqTRES") or ""
     total = re.search(r"(?:^|,)mem=([0-9.]+[KMGTP]?)", tres)
     nodes = re.match(r"[1-9][0-9]*", fields.get("NumNodes", ""))
@@ -279,7 +276,7 @@ _GRES = re.compile(r"gres[:/]([^,]+)")
 
 
 def _options(fields: Mapping[str, str]) -> Iterator[str]:
-    """Yield sbatch's options, read back from scontrol's output, wherever the user wrote them."""
+    """Yield the options that the user gave sbatch, wherever he wrote them."""
     for field, option in _OPTION_OF.items():
         if field in fields:
             yield f"--{option}={fields[field]}"

@@ -24,12 +24,12 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface. ``address`` is set if it was found by address, ``speed_mbps`` if the driver knows it."""
+    """A network interface."""
 
     name: str
     operstate: str
-    speed_mbps: int | None
-    address: str | None = None
+    speed_mbps: int | None  #: None where the driver does not know it
+    address: str | None = None  #: where the interface was found by it
 
 
 def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
@@ -109,21 +109,15 @@ def plain_address(address: str) -> str:
     return str(mapped or parsed)
 
 
-def rank_network_environment(
-    environ: Mapping[str, str], peer: str, sysfs: Path = SYSFS, nccl_ib_hca: str | None = None
-) -> dict[str, str]:
-    """Return NCCL's and gloo's interface for one rank, found on the rank's own node.
+def rank_network_environment(environ: Mapping[str, str], peer: str, sysfs: Path = SYSFS) -> dict[str, str]:
+    """Return NCCL's and gloo's interface for one rank, found on its node, where the user has not set them.
 
-    What the user has set is left alone. ``nccl_ib_hca`` is a site profile's list such as ``mlx5_0,mlx5_3``. It gets
-    NCCL's ``=`` prefix, as the interface does: without it NCCL matches by prefix, and ``mlx5_1`` would take ``mlx5_10``
-    too.
+    Without the prefix ``=`` NCCL matches by prefix, and ``eth1`` would take ``eth10`` too.
     """
-    wanted: dict[str, str] = {}
-    if not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= environ.keys():
-        found = interface_for(peer, sysfs)
-        wanted |= {"NCCL_SOCKET_IFNAME": f"={','.join(_rails(found, sysfs))}", "GLOO_SOCKET_IFNAME": found.name}
-    if nccl_ib_hca:
-        wanted["NCCL_IB_HCA"] = nccl_ib_hca if nccl_ib_hca[0] in "=^" else f"={nccl_ib_hca}"
+    if {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= environ.keys():
+        return {}
+    found = interface_for(peer, sysfs)
+    wanted = {"NCCL_SOCKET_IFNAME": f"={','.join(_rails(found, sysfs))}", "GLOO_SOCKET_IFNAME": found.name}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
@@ -149,10 +143,7 @@ def _rails(first: Interface, sysfs: Path) -> list[str]:
 
 
 def read_sysfs(path: Path) -> str:
-    """Return a sysfs file's text, empty if it cannot be read.
-
-    Drivers answer with an error where they know nothing (``speed`` of a downed link).
-    """
+    """Return a sysfs file's text; empty where the driver answers with an error, as for the speed of a downed link."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -191,8 +182,7 @@ def _source_address(peer: str) -> str:
     if routable or _is_loopback(peer) or peer.split(".")[0] == "localhost":
         candidates = routable or addresses
     else:
-        # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the default route, if there
-        # is one.
+        # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the default route, if any.
         candidates = [_ELSEWHERE, *addresses]
     for family, target in candidates:
         try:
@@ -219,10 +209,7 @@ def _plain(address: str) -> str:
 
 
 def _owner(address: str) -> str | None:
-    """Return the interface that has ``address``; all of 127.0.0.0/8 belongs to ``lo``.
-
-    Finds secondary and IPv6 addresses too.
-    """
+    """Return the interface that has ``address``; all of 127.0.0.0/8 belongs to ``lo``."""
     for each in _netlink_addresses():
         if each.address == address:
             return socket.if_indextoname(each.interface)
@@ -242,13 +229,11 @@ class _Address(NamedTuple):
 
     @property
     def network(self) -> object:
-        """Return the network that the address is in."""
         return ipaddress.ip_interface(f"{self.address}/{self.prefix}").network
 
 
 def _netlink_addresses() -> Iterator[_Address]:
-    """Yield address, interface index and prefix of every RTM_NEWADDR message of a dump."""
-    # Ask the kernel for a dump of the addresses of all families.
+    """Yield this node's addresses of all families, as the kernel dumps them."""
     request = _IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
     header = _HEADER.pack(_HEADER.size + len(request), _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:

@@ -19,8 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple
 
 from toolkit.base import hostlist
 from toolkit.base.errors import PlacementError, RequestError
@@ -51,10 +49,7 @@ class Placement:
 
     @property
     def job(self) -> str | None:
-        """Return the id to requeue or cancel, ``ARRAY_TASK`` for an array element.
-
-        The bare id would mean the whole array.
-        """
+        """The id to requeue or cancel, ``ARRAY_TASK`` for an array element: the bare id would mean the whole array."""
         if self.array_job_id and self.array_task_id:
             return f"{self.array_job_id}_{self.array_task_id}"
         return self.job_id
@@ -94,7 +89,7 @@ def derive(environ: Environ, hostname: str) -> Placement:
         host=host,
         launcher=launcher,
         hosts=hosts,
-        sources=MappingProxyType({name: number.source for name, number in vars(numbers).items()}),
+        sources={name: number.source for name, number in vars(numbers).items()},
         notes=tuple(notes),
         job_id=job_id,
         array_job_id=environ.get("SLURM_ARRAY_JOB_ID"),
@@ -120,15 +115,12 @@ def _alone_notes(environ: Environ) -> list[str]:
     return notes
 
 
-def rank_environment(
-    placement: Placement, master_addr: str | None = None, master_port: int | None = None
-) -> dict[str, str]:
-    """Return the variables that torchrun-style scripts read, for one rank.
+def rank_environment(placement: Placement) -> dict[str, str]:
+    """Return the variables of one rank that torchrun-style scripts read.
 
-    Only this function in the package names these variables. It leaves out TORCHELASTIC_RUN_ID on purpose: with it
-    `derive` would take this launch for torchrun's.
+    TORCHELASTIC_RUN_ID is left out on purpose: with it `derive` would take this launch for torchrun's.
     """
-    values: dict[str, object] = {
+    values = {
         "RANK": placement.rank,
         "WORLD_SIZE": placement.world_size,
         "LOCAL_RANK": placement.local_rank,
@@ -136,10 +128,8 @@ def rank_environment(
         "GROUP_RANK": placement.node_rank,
         "GROUP_WORLD_SIZE": placement.nodes,
         "NODE_RANK": placement.node_rank,
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": master_port,
     }
-    return {name: str(value) for name, value in values.items() if value is not None}
+    return {name: str(value) for name, value in values.items()}
 
 
 def launch_key(environ: Environ) -> str | None:
@@ -231,10 +221,7 @@ def _is_torchrun(environ: Environ) -> bool:
 
 
 def _mpi_launches(environ: Environ) -> list[Launch]:
-    """Return the kinds of mpirun that started this process.
-
-    Those whose variables the srun step itself set are left out.
-    """
+    """Return the kinds of mpirun that started this process, without those whose variables the srun step itself set."""
     present = [launch for launch in (OPEN_MPI, MVAPICH, MPICH) if environ.get(launch.rank)]
     return [launch for launch in present if not _is_of_step(environ, launch)]
 
@@ -264,10 +251,7 @@ def _is_foreign_pmix(environ: Environ) -> bool:
 
 
 def _step_id(environ: Environ) -> str | None:
-    """Return the id of the srun step that this process is a task of.
-
-    A batch script and an interactive shell are in none.
-    """
+    """Return the id of this process's srun step. A batch script and an interactive shell are in none."""
     step = number(environ, *SRUN.proof)
     return None if step is None or step.value >= _FIRST_SPECIAL_STEP_ID else str(step.value)
 
@@ -365,15 +349,6 @@ MPI_KEYS = ("OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID", "PALS_APID")
 _LOOPBACK = re.compile(r"localhost|ip6-localhost|127\.[0-9.]+|::1")
 
 
-class _Others(NamedTuple):
-    """The numbers of a rank beside its rank and the world size."""
-
-    local_rank: Number
-    local_world_size: Number
-    node_rank: Number
-    nodes: Number
-
-
 @dataclass(frozen=True)
 class Numbers:
     """The six numbers of a placement, each with its source."""
@@ -385,22 +360,14 @@ class Numbers:
     node_rank: Number
     nodes: Number
 
-    def check(self, advice: str) -> None:
-        """Raise PlacementError where two numbers contradict each other."""
-        for index, size in (
-            (self.rank, self.world_size),
-            (self.local_rank, self.local_world_size),
-            (self.node_rank, self.nodes),
-        ):
-            if index.value >= size.value:
-                raise refusal(f"{index} does not fit {size} (the first is counted from 0)", advice)
-        if self.local_world_size.value > self.world_size.value:
-            raise refusal(f"{self.local_world_size} is more than {self.world_size}", advice)
+
+#: The last four of them, which each launcher tells in another way.
+_Others = tuple[Number, Number, Number, Number]
 
 
 def _only_rank(source: str) -> _Others:
     zero, one = Number(0, source), Number(1, source)
-    return _Others(zero, one, zero, one)
+    return zero, one, zero, one
 
 
 #: The numbers of a process that no launcher started.
@@ -422,9 +389,13 @@ def read(launch: Launch, environ: Environ) -> Numbers:
         others = _srun_others(environ, proof)
     else:
         others = _mpi_others(launch, environ, rank, world_size)
-    numbers = Numbers(rank, world_size, *others)
-    numbers.check(launch.advice)
-    return numbers
+    local_rank, local_size, node_rank, nodes = others
+    for index, size in ((rank, world_size), (local_rank, local_size), (node_rank, nodes)):
+        if index.value >= size.value:
+            raise refusal(f"{index} does not fit {size} (the first is counted from 0)", launch.advice)
+    if local_size.value > world_size.value:
+        raise refusal(f"{local_size} is more than {world_size}", launch.advice)
+    return Numbers(rank, world_size, *others)
 
 
 # ------------------------------------------------------------------------- torchrun and the supervisor's local ranks
@@ -436,7 +407,7 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
     # A single rank needs no other variable.
     if world_size.value == 1:
         only = _only_rank(world_size.source)
-        return only if local_rank is None else only._replace(local_rank=local_rank)
+        return only if local_rank is None else (local_rank, *only[1:])
     local_size = number(environ, *TORCHRUN.local_world_size) or _implied_local_size(environ, rank, world_size)
     # Without LOCAL_RANK only these two cases leave no doubt: all ranks on one node, or one rank on each.
     if local_rank is None and local_size.value == world_size.value:
@@ -448,22 +419,19 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
             f"{rank}, {world_size} and {local_size} leave open which of its node's ranks it is", TORCHRUN.advice
         )
     if local_size.value == world_size.value and "GROUP_RANK" not in environ:
-        return _Others(local_rank, local_size, Number(0, "one node"), Number(1, "one node"))
+        return local_rank, local_size, Number(0, "one node"), Number(1, "one node")
     node_rank, nodes = number(environ, *TORCHRUN.node_rank), number(environ, *TORCHRUN.nodes)
     if node_rank is not None and nodes is not None:
-        return _Others(local_rank, local_size, node_rank, nodes)
+        return local_rank, local_size, node_rank, nodes
     # Without node numbers all nodes are taken to hold equally many ranks, in a row.
     if local_size.value == 0 or world_size.value % local_size.value:
         advice = "set GROUP_RANK and GROUP_WORLD_SIZE: the number of this rank's node, and how many there are"
         raise refusal(f"{world_size} is no multiple of {local_size}, so the number of this node is not known", advice)
-    return _Others(local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size))
+    return local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size)
 
 
 def _implied_local_size(environ: Environ, rank: Number, world_size: Number) -> Number:
-    """Return the number of ranks on this node.
-
-    It follows from the number of nodes, or from a MASTER_ADDR that is this machine.
-    """
+    """Return the number of ranks on this node, by the number of nodes or a MASTER_ADDR that is this machine."""
     # One node has all ranks; as many nodes as ranks have one each.
     nodes = number(environ, *TORCHRUN.nodes)
     if nodes is not None and nodes.value in (1, world_size.value):
@@ -499,7 +467,7 @@ def _mpi_others(launch: Launch, environ: Environ, rank: Number, world_size: Numb
     local_size = required(environ, *launch.local_world_size, because=rank, advice=launch.advice)
     if local_size.value == 0:
         raise refusal(f"{local_size} leaves no rank on this node", launch.advice)
-    return _Others(local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size))
+    return local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size)
 
 
 # --------------------------------------------------------------------------------------------------------- srun
@@ -521,13 +489,12 @@ def _srun_others(environ: Environ, step: Number) -> _Others:
         raise refusal(f"{name}={environ[name]!r}: {error}", SRUN.advice) from None
     if len(counts) != nodes.value or node_rank.value >= len(counts):
         raise refusal(f"{name}={environ[name]!r} does not fit {nodes} and {node_rank}", SRUN.advice)
-    return _Others(local_rank, Number(counts[node_rank.value], name), node_rank, nodes)
+    return local_rank, Number(counts[node_rank.value], name), node_rank, nodes
 
 
 def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int) -> dict[str, str]:
     """Return the variables of torch, NCCL, gloo and OpenMP for this node. Those that the user has set are left out."""
     values = rank_environment(place)
-    # A supervised launch without an address: the supervisor runs where srun runs.
     if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:
         if "SLURM_LAUNCH_NODE_IPADDR" not in environ:
             raise PlacementError(
@@ -536,8 +503,8 @@ def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int
             )
         values["MASTER_ADDR"] = environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the store host
     key = launch_key(environ)
-    if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:
-        values["TOOLKIT_LAUNCH_KEY"] = _file_name(key)
+    if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:  # a file's name
+        values["TOOLKIT_LAUNCH_KEY"] = "".join(c if c.isalnum() or c in "._-" else "_" for c in key)
     # The interface is the one that reaches the rendezvous, or the node of srun.
     peer = values.get("MASTER_ADDR") or environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if peer is not None:
@@ -545,7 +512,3 @@ def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int
     if "OMP_NUM_THREADS" not in environ:
         values["OMP_NUM_THREADS"] = environ.get("SLURM_CPUS_PER_TASK", str(cpus_per_task))
     return values
-
-
-def _file_name(key: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in key)

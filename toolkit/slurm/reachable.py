@@ -65,10 +65,7 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
 
 
 def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.AddressFamily, Any]]]:
-    """Return the addresses of each name, none for a name that does not exist.
-
-    A name is left out if no name server answers.
-    """
+    """Return the addresses of each name, none for one that does not exist. Leave out what no name server answers."""
     from concurrent.futures import ThreadPoolExecutor, wait  # a listing need not load them
 
     pool = ThreadPoolExecutor(LOOK_UPS)
@@ -88,9 +85,8 @@ def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.Add
 
 def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] | None:
     try:
-        return [
-            (family, address) for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        ]
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        return [(family, address) for family, _, _, _, address in found]
     except socket.gaierror as error:
         return [] if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) else None
     except UnicodeError:  # a name from a damaged file: no host has such a name
@@ -98,9 +94,9 @@ def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] |
 
 
 def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set[str]]:
-    """Return the hosts that accept a connection, and those that do not.
+    """Return the hosts that accept a connection, and those that refuse it or do not answer.
 
-    The latter refuse it or do not answer. A host that could not be asked is in neither set.
+    A host that could not be asked is in neither set.
     """
     there, asked, waiting = set[str](), set[str](), dict[str, set[Question]]()
     for question in questions:

@@ -66,7 +66,7 @@ class QueueAnswer(FileRecord):
 
 
 class SharedQueue:
-    """See the module's text. ``path`` None keeps the answer in this process."""
+    """The shared answer. ``path`` None keeps it in this process."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class SharedQueue:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file's lock. Where a file system has no locks, or a holder was stopped, go on without."""
+        """Hold the file's lock. Where a file system has no locks, or a holder was stopped, do without."""
         if self._path is None:
             yield
             return
@@ -204,10 +204,7 @@ def of_user(slurm: SlurmCommands | None = None) -> SharedQueue:
 
 
 def _cluster(environ: Mapping[str, str]) -> str:
-    """Return a name for the cluster that Slurm's programs speak to here.
-
-    Login nodes of several clusters may share a home.
-    """
+    """Return a file's name for the cluster here. Login nodes of several clusters may share a home."""
     program = shutil.which("squeue", path=environ.get("PATH")) or ""
     name = cluster_name.in_config(environ) or socket.gethostname()
     words = (name, environ.get("SLURM_CONF", ""), environ.get("SLURM_CLUSTERS", ""), program, str(os.getuid()))
@@ -215,7 +212,7 @@ def _cluster(environ: Mapping[str, str]) -> str:
 
 
 def _lock(fd: int, pause: Callable[[float], None]) -> None:
-    """Take the lock of an open file within LOCK_S. Raises OSError."""
+    """Take the lock of an open file, or give up after LOCK_S. Raises OSError."""
     for _ in range(int(LOCK_S / 0.05)):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,12 +15,12 @@ class SrunStep:
 
     command: Sequence[str]
     hosts: Sequence[str]
-    cpus_per_task: int | None  #: None: all CPUs of the job on each node, as a step beside others may have
+    cpus_per_task: int | None  #: None: all CPUs of the job on each node, as a step next to others may have
     output: str | None  #: srun's file name pattern, such as ``logs/rank-%t.log``; None: srun's own stdout
     name: str | None = None  #: the name by which `SlurmCommands.find_step` finds the step
     mpi: str | None = None
     gres: str | None = None  #: of each node, such as ``gpu:4``; None: what Slurm derives from the job's request
-    overlap: bool = False  #: beside running ranks; without it such a step waits for ever
+    overlap: bool = False  #: next to running ranks; without it such a step waits for ever
     extra: Sequence[str] = ()
 
 
@@ -77,9 +77,9 @@ def limit_options(setup: Sequence[str]) -> list[str]:
 
 
 def srun_here_argv(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` once on this node of the job.
+    """Return the command line that runs ``command`` once on this node of the job, next to all else, without GPUs.
 
-    It runs beside all else there, without GPUs. ``command`` may begin with srun's options.
+    ``command`` may begin with srun's options.
     """
     here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
     options = ["--nodes=1", "--ntasks=1", here, "--gres=none", "--overlap", "--unbuffered", "--export=ALL"]
@@ -87,10 +87,7 @@ def srun_here_argv(command: Sequence[str]) -> list[str]:
 
 
 def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` once on each of ``nodes`` new nodes.
-
-    It asks Slurm for the nodes, from a login node.
-    """
+    """Return the command line that asks Slurm for ``nodes`` nodes and runs ``command`` once on each."""
     size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
 

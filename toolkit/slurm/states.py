@@ -55,7 +55,7 @@ _STATES: dict[str, tuple[str, Phase]] = {
     "PREEMPTED": ("PR", Phase.ENDED_BADLY),
     "TIMEOUT": ("TO", Phase.ENDED_BADLY),
 }
-#: The states of a job whose processes are stopped, with what has them go on; it may name the job.
+#: The states of a job whose processes are stopped, with what continues them; it may name the job.
 PAUSED = {"SUSPENDED": "when Slurm resumes it", "STOPPED": "after `scancel --signal=CONT {}`"}
 _CODES = {code: state for state, (code, _) in _STATES.items() if code}
 
@@ -141,10 +141,7 @@ _USE = ("RunMinutes", "Minutes")
 
 @lru_cache(maxsize=128)
 def in_words(reason: str) -> str:
-    """Return what a job waits for, with Slurm's own name behind it.
-
-    A reason that is not known here, as of a newer Slurm, is returned as it is.
-    """
+    """Return what a job waits for, with Slurm's name behind it. An unknown reason is returned unchanged."""
     name = re.split(r"\W", reason)[0]  # details may follow: ReqNodeNotAvail, UnavailableNodes:node1
     if name in _WORDS:
         return f"{_WORDS[name]} ({reason})"

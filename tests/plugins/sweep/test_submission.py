@@ -259,7 +259,7 @@ def test_jobs_of_an_sbatch_that_came_too_late_leave_the_points_alone() -> None:
     place = Allocation(("node1",), (1,), 1, job_id="99_0")
     with pytest.raises(ownership.Overtaken):
         ownership.Claim.of_job(run, place, "another token")
-    assert ownership.Claim.of_job(run, place, array.token).token == array.token
+    assert ownership.Claim.of_job(run, place, array.token).owner.token == array.token
     assert (run.code / "jobs/mine.py").is_file()
 
 

@@ -283,12 +283,12 @@ def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunD
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
     first = JobRequeue(run, allocation(job), slurm, nodes)
     first.prepare(row, Settings(), claim)
-    assert claim.follow_ups == ("4", "5")
-    assert [waits_for(slurm, job) for job in claim.follow_ups] == ["afterany:3", "afterany:3:4"]
+    assert claim.owner.follow_ups == ("4", "5")
+    assert [waits_for(slurm, job) for job in claim.owner.follow_ups] == ["afterany:3", "afterany:3:4"]
     assert first.requeue() is JobFate.REQUEUED
     again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
     JobRequeue(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
-    assert again.follow_ups == ("4", "5")
+    assert again.owner.follow_ups == ("4", "5")
     assert len(slurm.submitted) == 5
     slurm.cancel("4")
     assert first.requeue() is JobFate.REQUEUED  # by itself: no follow-up job is left
@@ -318,7 +318,7 @@ def test_where_no_more_jobs_may_be_queued_the_run_goes_on_with_those_that_wait(
 
     monkeypatch.setattr(slurm, "sbatch", refuse)
     claim = start(run, slurm, "1")
-    assert claim.follow_ups == ("2",)
+    assert claim.owner.follow_ups == ("2",)
     assert "no follow-up job could be submitted: Job violates" in caplog.text
 
 
@@ -436,7 +436,7 @@ def test_a_resume_in_the_midst_of_another_is_refused(
 def test_of_two_attempts_at_once_one_holds_the_run(run: RunDir) -> None:
     claims = [Claim.of_job(run, allocation("1"), token_of(run)) for _ in range(2)]
     for claim in claims:  # of the same number, as two supervisors that have not seen each other
-        claim._owner = claims[0]._owner
+        claim.owner = claims[0].owner
     answers = at_once(*[claim.renew for claim in claims])
     assert sum(isinstance(answer, Overtaken) for answer in answers) >= 1
 
@@ -768,10 +768,10 @@ def test_a_daemon_without_standard_files_gives_its_children_their_own(tmp_path: 
 def test_ranks_of_an_attempt_that_was_overtaken_no_longer_own_the_run(tmp_path: Path) -> None:
     run = rundir.create("name", tmp_path)
     first = Claim.of_job(run, Allocation(("n1",), (1,), 1, job_id="1"), None)
-    number = first.number
+    number = first.owner.number
     assert run.belongs_to(number)
     first.renew()
-    assert run.belongs_to(first.number)
+    assert run.belongs_to(first.owner.number)
     assert not run.belongs_to(number)
 
 

@@ -474,7 +474,7 @@ def leave(run: RunDir, **more: Any) -> int:
             {"state": "running", "attempt": 3, "stop": None, "start": start, **started, **place, **more}
         )
     )
-    return claim.number
+    return claim.owner.number
 
 
 @pytest.mark.parametrize(

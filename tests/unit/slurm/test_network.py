@@ -122,14 +122,8 @@ def test_nccl_gets_all_rails_of_equal_speed_in_one_network(
 
 def test_what_the_user_set_is_left_alone() -> None:
     assert rank_network_environment({"NCCL_SOCKET_IFNAME": "ib"}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
-    both = {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "x"}
-    assert rank_network_environment(both, "no such host", nccl_ib_hca="mlx5_0") == {}
-
-
-@pytest.mark.parametrize(("profile", "value"), [("mlx5_1,mlx5_3", "=mlx5_1,mlx5_3"), ("=m", "=m"), ("^m", "^m")])
-def test_infiniband_is_named_to_nccl_only_by_a_site_profile(profile: str, value: str) -> None:
-    assert "NCCL_IB_HCA" not in rank_network_environment({}, "127.0.0.1")
-    assert rank_network_environment({}, "127.0.0.1", nccl_ib_hca=profile)["NCCL_IB_HCA"] == value
+    both = {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert rank_network_environment(both, "no such host") == {}
 
 
 def test_a_job_of_one_node_needs_no_address_but_the_loopback() -> None:

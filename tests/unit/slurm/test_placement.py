@@ -205,6 +205,9 @@ MINIMAL: dict[str, tuple[dict[str, str], tuple[int, ...], str]] = {
     ),
 }
 
+#: Where the ranks meet, by the launcher.
+STORE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+
 
 @pytest.mark.parametrize(("environ", "expected", "source"), MINIMAL.values(), ids=MINIMAL.keys())
 def test_torchs_minimal_environment_is_enough_where_the_rest_follows(
@@ -214,7 +217,7 @@ def test_torchs_minimal_environment_is_enough_where_the_rest_follows(
     assert numbers(placement) == expected
     assert source in placement.sources["local_world_size"]
     assert bool(placement.notes) == (placement.nodes > 1)
-    assert numbers(derive(rank_environment(placement, "10.0.0.1", 4000), "here")) == expected
+    assert numbers(derive(rank_environment(placement) | STORE, "here")) == expected
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
@@ -309,14 +312,14 @@ def test_the_restart_count_is_zero_until_slurm_sets_it(environ: dict[str, str], 
 @pytest.mark.parametrize("environ", [case[0] for case in CASES.values()], ids=CASES.keys())
 def test_the_rank_environment_leads_to_the_same_ranks_again(environ: dict[str, str]) -> None:
     first = derive(environ, "here")
-    shim = rank_environment(first, master_addr="10.0.0.1", master_port=4000)
+    shim = rank_environment(first) | STORE
     assert numbers(derive(shim, "here")) == numbers(first)
     assert numbers(derive({**environ, **shim}, "here")) == numbers(first)
 
 
 def test_the_rank_environment_is_what_torchrun_sets() -> None:
     theirs = torchrun(5, 8, 1, 4, 1, 2)
-    ours = rank_environment(derive(theirs, "here"), "node1", 29500)
+    ours = rank_environment(derive(theirs, "here"))
     assert ours == {name: theirs[name] for name in ours if name != "NODE_RANK"} | {"NODE_RANK": "1"}
 
 

@@ -30,8 +30,8 @@ class Attempt:
     left_over: AttemptStatus | None = None  #: the status, if an earlier supervisor wrote it
     hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
-    stopped: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
+    stopped: set[int] = field(default_factory=set)  #: ranks that ended with the exit code of a stop
+    gone: set[int] = field(default_factory=set)  #: ranks that have ended
     finished: set[int] = field(default_factory=set)  #: those of them that ended with exit code 0
     lost_nodes: set[str] = field(default_factory=set)
     cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
@@ -53,10 +53,7 @@ class Attempt:
 
     @classmethod
     def of_status(cls, status: AttemptStatus, allocation: Allocation) -> Attempt:
-        """Return the attempt whose supervisor has died, from the ``status`` that it wrote.
-
-        It ended, as far as is known, when its supervisor wrote last.
-        """
+        """Return the attempt whose supervisor has died, from the ``status`` that it wrote last."""
         assert status.attempt is not None
         plan = replace(allocation, hosts=status.nodes, tasks=status.tasks)
         started = time.time() if status.started is None else status.started
@@ -80,11 +77,9 @@ class Attempt:
     # ------------------------------------------------------------------------------------------- while the ranks work
 
     def note_heard(self, host: str, ranks: Iterable[int]) -> None:
-        """Note that ``ranks`` have reported from ``host``."""
         self.heard |= dict.fromkeys(ranks, host)
 
     def note_begun(self) -> None:
-        """Note that the first rank of a script, which may never report, has its log."""
         self.has_begun = True
 
     def note_marks(self, marks: Mapping[str, float]) -> None:
@@ -93,7 +88,6 @@ class Attempt:
         self.start = self.start.replace(marks=marks)
 
     def note_result(self, result: RunResult) -> None:
-        """Take the run's result, as rank 0 has delivered it."""
         self.result = result
 
     def note_cut_link(self, host: str, peer: str) -> None:
@@ -161,16 +155,13 @@ class Attempt:
         self.lost_nodes |= {*hosts}
 
     def note_silent(self, host: str) -> None:
-        """Note that the agent of ``host`` has ended."""
         self.silent_nodes.add(host)
 
     def note_finished(self, ranks: Collection[int]) -> None:
-        """Note that ``ranks`` have ended with exit code 0."""
         self.note_gone(ranks)
         self.finished |= set(ranks)
 
     def note_stopped(self, ranks: Collection[int]) -> None:
-        """Note that ``ranks`` have ended with the exit code of a stop."""
         self.stopped |= set(ranks)
 
     def forget_stopped(self) -> None:
@@ -182,7 +173,6 @@ class Attempt:
         self.exit_code = exit_code
 
     def close(self) -> None:
-        """Note the time of the end."""
         self.ended = time.time()
 
     def note_gain(self, step_saved: int | None, gained_s: float) -> None:
@@ -203,7 +193,6 @@ class Attempt:
 
     @property
     def hosts_with_ranks(self) -> set[str]:
-        """Return the nodes of which not all ranks have ended."""
         return {*self._still_running}
 
     @property

@@ -23,7 +23,7 @@ from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import THEN_PRINTED, RankFailure
 from toolkit.slurm.network import plain_address
 
-#: So many logs are read, of the ranks that failed first.
+#: The most logs that are read, of the ranks that failed first.
 MOST_LOGS = 8
 #: A program that printed more lines than this after a traceback was not ended by it.
 MOST_LINES_AFTER = 20
@@ -149,7 +149,7 @@ def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list
         and failure.exit_code is not None
         and not run.error_file(attempt.number, failure.rank).exists()
     ]
-    told = {}
+    explained_by_log = {}
     for failure in candidates[:MOST_LOGS]:
         assert failure.rank is not None
         with contextlib.suppress(OSError):  # a log that cannot be read tells nothing
@@ -159,10 +159,9 @@ def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list
                 where = {"rank": failure.rank, "host": failure.host, "time": failure.time}
                 fsio.write_json(run.error_file(attempt.number, failure.rank), {**where, **report})
             elif "message" in report:
-                told[failure.rank] = replace(
-                    failure, how=str(report["message"]), comes_again=bool(report.get("comes_again"))
-                )
-    return [failure if failure.rank is None else told.get(failure.rank, failure) for failure in attempt.failures]
+                how, comes_again = str(report["message"]), bool(report.get("comes_again"))
+                explained_by_log[failure.rank] = replace(failure, how=how, comes_again=comes_again)
+    return [each if each.rank is None else explained_by_log.get(each.rank, each) for each in attempt.failures]
 
 
 def exception_at_end(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> str:

@@ -107,7 +107,7 @@ class Facts:
     failures: tuple[RankFailure, ...] = ()
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and what they had made is saved
     stop: Stop | None = None
-    killed_after_s: float | None = None  #: the ranks that were asked to stop got SIGKILL so much later
+    killed_after_s: float | None = None  #: from the request to stop to SIGKILL
     vacated_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
     slurm: JobFate = JobFate.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers

@@ -64,7 +64,7 @@ class Journal:
 
     @cached_property
     def _submit_s(self) -> float:
-        """Return how long the submission took; 0 where that is unknown."""
+        """How long the submission took; 0 where that is unknown."""
         sent = self._run.submission()
         return 0.0 if sent is None else sent.took_s or 0.0
 

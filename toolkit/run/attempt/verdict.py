@@ -1,13 +1,9 @@
 """Judges the end of an attempt: a pure function from the facts to a verdict.
 
-The verdict is a cause, a decision and one line. The facts have three sources. The first is how the ranks ended: from
-the agents or srun, and from the ranks' error files; exit code 75 is a stop that was agreed and committed. The second is
-what rank 0 reported, the third one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of their
-strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11, are in
-``tests/unit/run/test_verdict.py``.
-
-Part of it is how much of the run's retry budgets its attempts have used: for failures, requeues and attempts without
-progress.
+The facts have three sources. The first is how the ranks ended: from the agents or srun, and from the ranks' error
+files; exit code 75 is a stop that was agreed and committed. The second is what rank 0 reported, the third one row of
+``scontrol show job``. The rules stand in :func:`judge` in the order of their strength. The rows that they were made
+for, recorded on Slurm 22.05 and 24.11, are in ``tests/unit/run/test_verdict.py``.
 """
 
 from __future__ import annotations
@@ -139,8 +135,11 @@ def _judge_fault(facts: Facts) -> Verdict:
     if first is not None and came_again(facts, first):
         line = f"{what}; given up: the attempt before ended with the same error at the same line, and no step between"
         return Verdict(Cause.CRASHED, Decision.GIVE_UP, line, first)
+    # The node that may be to blame. Who sent a signal, or why a device failed or is waited for, is unknown.
+    suspect = _cut_off(facts)
+    if suspect is None and first is not None and first.rank is not None:
+        suspect = first.host if first.by_signal or first.blames_node or first.at_launch else None
     # A failure that a condemned node explains is not the run's: it costs no budget.
-    suspect = _cut_off(facts) or _suspect(first)
     if facts.condemned is not None and _is_first_to_blame(facts):
         line = f"{what}; node {facts.condemned} is to blame: {_kept(facts)}, on other nodes of the job"
         return Verdict(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
@@ -187,13 +186,6 @@ def _less_memory(facts: Facts, first: RankFailure | None) -> str:
         return "give it more (cluster.mem_gb) or less to hold"
     advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs"
     return advice if facts.is_foreign else f"{advice} (strategy.name: fsdp)"
-
-
-def _suspect(first: RankFailure | None) -> str | None:
-    """Return the node that may be to blame. Who sent a signal, or why a device failed or is waited for, is unknown."""
-    if first is None or first.rank is None:
-        return None
-    return first.host if first.by_signal or first.blames_node or first.at_launch else None
 
 
 def _cut_off(facts: Facts) -> str | None:
@@ -318,10 +310,7 @@ def count_failures(facts: Facts) -> tuple[int, int | None]:
 
 
 def _own_faults(facts: Facts) -> list[Past]:
-    """Return the past attempts that count against ``retry``.
-
-    Those for which a node was condemned later do not count.
-    """
+    """Return the past attempts that count against ``retry``: those for which no node was condemned later."""
     own, condemned = [], set[str | None]()
     # Backwards, so that a later verdict on a node is known when its earlier failures come up.
     for past in reversed(facts.history):

@@ -55,8 +55,8 @@ class Nodes:
         self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
         self._shapes = allocation.shapes
         self._wanted = allocation.without(spare).hosts
-        self._out: dict[str, str] = {}
-        self._bad = remembered(run)
+        self.out: dict[str, str] = {}  #: the nodes that this job does not use any more, each with the reason
+        self.bad = remembered(run)  #: every node of this run that was found bad, also by earlier jobs
         self._ailing: dict[str, BadNode] = {}
         self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
         #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
@@ -65,22 +65,12 @@ class Nodes:
             log.warning("node %s %s", host, why)
 
     @property
-    def bad(self) -> Mapping[str, BadNode]:
-        """Every node of this run that was found bad, also by earlier jobs."""
-        return self._bad
-
-    @property
-    def out(self) -> Mapping[str, str]:
-        """The nodes that this job does not use any more, each with the reason."""
-        return self._out
-
-    @property
     def ailing(self) -> Mapping[str, BadNode]:
         """The nodes that are in use, or spare, and have something wrong with them."""
-        return {host: ailing for host, ailing in self._ailing.items() if host not in self._out}
+        return {host: ailing for host, ailing in self._ailing.items() if host not in self.out}
 
     def dispensable(self, hosts: Collection[str]) -> set[str]:
-        """Return those of ``hosts`` of which any one could be lost, and the run go on in this job."""
+        """Return those of ``hosts`` of which any one could be lost, and the run continue in this job."""
         usable = self._usable() if hosts else []
         left, wanted = self._count(usable), self._count(self._wanted)
         if self._allow_fewer:
@@ -88,7 +78,7 @@ class Nodes:
         return {host for host in hosts if left[self._shapes[host]] > wanted[self._shapes[host]]}
 
     def can_lose(self, hosts: Collection[str]) -> bool:
-        """True if all of ``hosts`` could be lost, and the run go on in this job."""
+        """True if all of ``hosts`` could be lost, and the run continue in this job."""
         return self._is_enough([host for host in self._usable() if host not in hosts])
 
     def plan(self) -> Allocation | None:
@@ -97,8 +87,8 @@ class Nodes:
         A node that stays keeps its place: the state of its ranks is in its memory.
         """
         # Suspicious ones come last, but are better than none. Of the others, those that are in use stay.
-        placed = {*self._placed}
-        usable = sorted(self._usable(), key=lambda host: (self._is_suspicious(host), host not in placed))
+        suspicious, placed = {*self.bad, *self._ailing, *self._doubtful}, {*self._placed}
+        usable = sorted(self._usable(), key=lambda host: (host in suspicious, host not in placed))
         if not self._is_enough(usable):
             return None
         # As many nodes of each shape as the run has ranks for.
@@ -108,10 +98,10 @@ class Nodes:
                 count_of[self._shapes[host]] -= 1
                 chosen.append(host)
         # Spares take the places of the nodes that leave.
-        goes_on = self._count(chosen) == self._count(self._placed)
-        places = self._placed if goes_on else self._wanted
+        is_same_size = self._count(chosen) == self._count(self._placed)
+        places = self._placed if is_same_size else self._wanted
         # Where no spare steps in, ranks keep the job's order: a component's stay together, and near nodes near.
-        stays = {*chosen} & {*places} if goes_on or {*chosen} == {*places} else set[str]()
+        stays = {*chosen} & {*places} if is_same_size or {*chosen} == {*places} else set[str]()
         others = {shape: deque[str]() for shape in self._shapes.values()}
         for host in chosen:
             if host not in stays:
@@ -129,9 +119,6 @@ class Nodes:
         """Note that an attempt starts on ``plan``."""
         self._placed = [*plan.hosts]
 
-    def _is_suspicious(self, host: str) -> bool:
-        return host in self._bad or host in self._ailing or host in self._doubtful
-
     def doubt(self, slow: Mapping[str, str]) -> None:
         """Note nodes that are slower than the others. Spares, where there are any, replace them."""
         for host, why in slow.items():
@@ -139,7 +126,7 @@ class Nodes:
         self._doubtful |= slow
 
     def _usable(self) -> list[str]:
-        return [host for host in self._allocation.hosts if host not in self._out]
+        return [host for host in self._allocation.hosts if host not in self.out]
 
     def _is_enough(self, hosts: Sequence[str]) -> bool:
         return bool(hosts) if self._allow_fewer else self._count(hosts) >= self._count(self._wanted)
@@ -172,7 +159,7 @@ class Nodes:
         """
         spares = ({*self._usable()} & {*heard}).difference(at_work)
         # A doubtful one is better than one that Slurm takes away, or that is sick.
-        good = self._count(host for host in spares if host not in self._bad and host not in self._ailing)
+        good = self._count(host for host in spares if host not in self.bad and host not in self._ailing)
         in_use, leaving = self.ailing, dict[str, BadNode]()
         for host in at_work:
             ailing = in_use.get(host)
@@ -186,26 +173,26 @@ class Nodes:
 
     def condemn(self, host: str, why: str, *, is_drained: bool = False) -> None:
         """Exclude ``host`` from this job, and remember it in the run."""
-        if host not in self._out:
+        if host not in self.out:
             log.warning("node %s is not used any more: %s", host, why)
-        self._out[host] = why
+        self.out[host] = why
         self._remember(host, why, is_drained=is_drained)
 
     def suspect(self, host: str, count: int) -> bool:
         """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and other nodes go on."""
-        if count < SUSPICIONS_TO_CONDEMN or host in self._out:
+        if count < SUSPICIONS_TO_CONDEMN or host in self.out:
             return False
         why = f"ended {count} attempts"
-        self._out[host] = why
+        self.out[host] = why
         if self.plan() is None:  # a bad node is better than none, until the job is requeued without it
-            del self._out[host]
+            del self.out[host]
             self._remember(host, why)
             return False
         self.condemn(host, why)
         return True
 
     def _remember(self, host: str, why: str, *, is_drained: bool = False) -> None:
-        self._bad = {**self._bad, host: BadNode(why, time.time(), is_drained)}
+        self.bad = {**self.bad, host: BadNode(why, time.time(), is_drained)}
         try:
             remember(self._run, host, why, is_drained=is_drained)
         except (OSError, DamagedFileError) as error:  # a full disk: this job knows it all the same
@@ -223,7 +210,7 @@ def remembered(run: RunDir) -> dict[str, BadNode]:
     """Return the run's bad nodes by name. Raises DamagedFileError."""
     try:
         return records.read(_path(run), dict[str, BadNode]) or {}
-    except OSError as error:  # of the file server: a run goes on without knowing its bad nodes
+    except OSError as error:  # of the file server: a run continues without knowing its bad nodes
         records.warn_once(f"{_path(run)} cannot be read: {error.strerror or error}")
         return {}
 

@@ -103,11 +103,7 @@ class SlurmJob:
         self.has_answered_late = False  #: the row came only after the start, and the supervisor has not used it yet
 
     def look(self) -> None:
-        """Ask Slurm at the start for the job's row, the site's settings and the time.
-
-        The row tells the time limit and whether the job may be requeued. A thread repeats the questions until Slurm
-        answers.
-        """
+        """Ask Slurm for the job's row, the site's settings and the time. A thread repeats it until Slurm answers."""
         self.row = self.show()
         self._ask_about_site()
         if self.row is None and self.slurm is not None and self._allocation.job_id is not None:
@@ -128,10 +124,7 @@ class SlurmJob:
             self.settings = settings_of(self.slurm)
 
     def show(self, wait_s: float = 0.0) -> JobRow | None:
-        """Return the job's row.
-
-        Return None without Slurm, or if the controller has not answered for ``wait_s``.
-        """
+        """Return the job's row; None without Slurm, or if the controller has not answered for ``wait_s``."""
         slurm, job_id = self.slurm, self._allocation.job_id
         if slurm is None or job_id is None:
             return None
@@ -185,7 +178,7 @@ class SlurmJob:
         return True
 
     def left_s(self) -> float:
-        """Return the seconds until Slurm ends the job, by its present answer; infinity where that is not known."""
+        """Return the seconds until Slurm ends the job, by its current answer; infinity where that is not known."""
         self.row = self.show() or self.row
         return math.inf if self.row is None or self.row.end_time is None else self.row.end_time - self._slurms_time()
 
@@ -199,7 +192,7 @@ class SlurmJob:
         return self._slurms_time() + early_s > row.end_time - min(margin_s, row.time_limit_s / 2)
 
     def is_nearly_over_still(self, save_s: float) -> bool:
-        """True if the time is nearly over, by Slurm's present answer, too. The limit may have been raised meanwhile."""
+        """Like `is_nearly_over`, by Slurm's current answer, too: the limit may have been raised meanwhile."""
         if not self.is_nearly_over(save_s):
             return False
         self.row = self.show() or self.row

@@ -25,7 +25,7 @@ def _warn(source: PythonSource) -> None:
 
 
 def counted_anew(source: PythonSource) -> Iterator[str]:
-    """Yield a warning for each place that counts the steps of a loop by itself, or goes through another loader beside.
+    """Yield a warning for each loop that counts its steps by itself, or reads another loader at the same time.
 
     After a resume within an epoch Python's own numbers and other loaders begin anew. The warning holds the line to
     write instead.
@@ -40,13 +40,18 @@ def counted_anew(source: PythonSource) -> Iterator[str]:
         if source.full_name(call.func) != "enumerate" or not call.args or not isinstance(number, ast.Name):
             continue
         steps = _steps_in(call.args[0], runs)
-        if steps is None or not _uses(loop, number.id):
+        inside = (node for statement in loop.body for node in ast.walk(statement))
+        names = (node for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+        if steps is None or all(name.id != number.id for name in names):
             continue
-        start = _start(call)
+        start = ", ".join(
+            map(ast.unparse, call.args[1:] + [word.value for word in call.keywords if word.arg == "start"])
+        )
         if steps is call.args[0]:
             instead = f"`for {ast.unparse(loop.target)[1:-1]} in {ast.unparse(steps)}.enumerate({start}):`"
         else:  # a progress bar, which asks the steps for their length
-            place = ast.unparse(steps.func).removesuffix(".steps") + (".step" if _has_total(steps) else ".batch")
+            has_total = any(word.arg == "total" for word in steps.keywords)
+            place = ast.unparse(steps.func).removesuffix(".steps") + (".step" if has_total else ".batch")
             instead = f"`{number.id} = {place}{start and f' + {start}'}` in the loop"
         yield (
             f"{source.place(loop)}: after a resume enumerate counts from its start again, and {number.id!r} is then "
@@ -172,18 +177,3 @@ def _steps_in(node: ast.expr, runs: set[str]) -> ast.Call | None:
             return None
         node = node.args[0]
     return None
-
-
-def _uses(loop: ast.For, name: str) -> bool:
-    nodes = (node for statement in loop.body for node in ast.walk(statement))
-    return any(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in nodes)
-
-
-def _start(call: ast.Call) -> str:
-    """Return the source of the number that ``enumerate`` is told to begin with; "" if it is not told."""
-    values = call.args[1:] + [word.value for word in call.keywords if word.arg == "start"]
-    return ", ".join(map(ast.unparse, values))
-
-
-def _has_total(steps: ast.Call) -> bool:
-    return any(word.arg == "total" for word in steps.keywords)

@@ -68,7 +68,7 @@ def take_copy(project: Path, folder: Path, number: int) -> None:
 
 @contextlib.contextmanager
 def new_copy(run: RunDir, project: Path) -> Iterator[None]:
-    """Make the project's sources of now the present copy of ``run``. After an error the earlier copy is it again.
+    """Copy the project's current sources into ``run`` as those that it uses. After an error it uses the earlier ones.
 
     All copies are kept.
     """
@@ -260,7 +260,7 @@ class _ProjectFiles:
     def _add_all(self, folder: Path, prefix: str) -> None:
         names = _names_by_git(folder)
         if not names:
-            skipped = set() if prefix else {name for name in SKIPPED_TOP_DIRS if _is_without_modules(folder / name)}
+            skipped = set() if prefix else {name for name in SKIPPED_TOP_DIRS if _is_data(folder / name)}
             named = sorted(name for name in skipped if f"{name}/" != self._runs)
             self.left_out |= dict.fromkeys(named, "a folder without modules, and outside git")
             names = _walk(folder, SKIPPED_DIRS | skipped)
@@ -363,7 +363,7 @@ def _walk(top: Path, skipped_at_top: Set[str]) -> Iterator[str]:
         here = Path(folder)
         skipped = skipped_at_top if here == top else SKIPPED_DIRS
         links = [name for name in folders if (here / name).is_symlink()]
-        # os.walk goes on with the folders that are left in its list.
+        # os.walk continues with the folders that are left in its list.
         folders[:] = [name for name in folders if name not in {*skipped, *links} and not _is_of_runs(name)]
         for name in sorted([*files, *links]):
             if name not in skipped:
@@ -375,8 +375,8 @@ def _is_of_runs(name: str) -> bool:
     return rundir.is_run_id(name) or name == rundir.SWEEPS
 
 
-def _is_without_modules(folder: Path) -> bool:
-    """True for a folder, no link to one, that holds no modules."""
+def _is_data(folder: Path) -> bool:
+    """True for a folder, not a link to one, that holds no modules."""
     return folder.is_dir() and not folder.is_symlink() and not _has_modules(folder)
 
 

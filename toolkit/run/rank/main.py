@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from toolkit import config as configs
@@ -26,7 +26,7 @@ from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestErr
 from toolkit.base.procfs import ProcessIdentity
 from toolkit.config import JobConfig
 from toolkit.files import error_file, rundir
-from toolkit.files.run_files import OwnerRecord, RunState
+from toolkit.files.run_files import RunState
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import new_run
 from toolkit.run.rank import script_end
@@ -84,14 +84,9 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
     _note(place)
     config = configs.load_config(config_path, overrides, site=not supervised)
     configs.check_torch(config)  # the submission could see this torch only where it ran with the same one
-    # A supervised run was validated at its submission, and has its folder.
-    if not supervised:
+    if not supervised:  # else it was validated at its submission
         configs.validate(config, ranks=place.world_size, login_node=False)
-        _prepare_unsupervised(config, place)
-    secret_values.give_to_rank(config.secrets)
-    os.environ.update(
-        environment(place, os.environ, config.cluster.cpus_per_task) | this_node.cache_variables(os.environ)
-    )
+    _prepare(config, place, supervised=supervised)
     attempt = whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)
     # For tests of a user: the rank fails at an exact operation on a file.
     faults: AbstractContextManager[object] = nullcontext()
@@ -109,7 +104,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
             sys.argv = [str(path), *configs.command_line(config)]
             fsio.restore_umask()
             os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
-            if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
+            if supervised:  # tells Lightning that the ranks are started already
                 os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
             with script_end.ended_here():
                 if is_script:
@@ -117,16 +112,12 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
                 else:
                     runpy.run_module(config.job, run_name="__main__", alter_sys=True)
         else:
-            _train(load(config.job, _project()), config)
-
-
-def _train(module: ModuleType, config: JobConfig) -> None:
-    """Train the job in ``module``: its class derived from ``toolkit.Job``, or else its ``main``."""
-    kind = job_class(module)
-    if kind is None:
-        module.main(config)
-    else:
-        kind.main(config, params_of(kind, config))
+            module = load(config.job, _project())
+            kind = job_class(module)
+            if kind is None:
+                module.main(config)
+            else:
+                kind.main(config, params_of(kind, config))
 
 
 def _note(place: Placement) -> None:
@@ -185,12 +176,7 @@ def joined(name: str | None = None) -> JobConfig:
     config = configs.load_config(path, overrides, site=not supervised)
     if path is None:  # a later `toolkit resume` starts the program with the same arguments
         config.argv = sys.argv[1:]
-    if not supervised:
-        _prepare_unsupervised(config, place)
-    secret_values.give_to_rank(config.secrets)
-    os.environ.update(
-        environment(place, os.environ, config.cluster.cpus_per_task) | this_node.cache_variables(os.environ)
-    )
+    _prepare(config, place, supervised=supervised)
     return config
 
 
@@ -230,13 +216,18 @@ def _name_by_submitit() -> str | None:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or None
 
 
-def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
-    """Make the run folder on rank 0; the others get it from the store. A given ``TOOLKIT_RUN_DIR`` is continued.
+def _prepare(config: JobConfig, place: Placement, *, supervised: bool) -> None:
+    """Set the rank's variables. Without a supervisor rank 0 also makes the run, or takes a given one."""
+    if not supervised and place.rank == 0:
+        _open_run(config)  # the others get its folder from the store
+    secret_values.give_to_rank(config.secrets)
+    os.environ.update(
+        environment(place, os.environ, config.cluster.cpus_per_task) | this_node.cache_variables(os.environ)
+    )
 
-    Raises RequestError where another process has that run.
-    """
-    if place.rank != 0:
-        return
+
+def _open_run(config: JobConfig) -> None:
+    """Make a run, or take that of ``TOOLKIT_RUN_DIR``. Raises RequestError where another process has it."""
     log.warning("no supervisor: this run will be neither restarted nor requeued; `toolkit submit` gives both")
     given = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if given:
@@ -283,18 +274,15 @@ def _take(run: rundir.RunDir) -> int:
     if owner is not None and owner.process == ProcessIdentity.of(os.getpid()):  # `toolkit submit --executor debug`
         token = owner.token
     elif owner is not None and run.result() is None:
-        _refuse_if_served(run, owner)
+        handle = SubmittedRun(run, *submitter_of(run))
+        # A launcher may start its ranks again on another node: the number ends those that are left on the first one.
+        is_left = owner.executor == "debug" and handle.unseen() is not None
+        if not (handle.is_over() or is_left):
+            raise RequestError(
+                f"{rundir.RUN_DIR_VARIABLE}={run.path}: run {run.id} is {run.status().state or RunState.QUEUED}, and "
+                "two would write its files; unset the variable for a run of its own, or end that one first: "
+                f"{handle.how_to_end()}"
+            )
     number = ownership.take(run, before)
     run.clear_result()  # before this process is the owner: who knows of it must find no result of before
     return ownership.submit_as(run, "debug", number, token, serves=True).number
-
-
-def _refuse_if_served(run: rundir.RunDir, owner: OwnerRecord) -> None:
-    handle = SubmittedRun(run, *submitter_of(run))
-    # A launcher may start its ranks again on another node: the number ends those that are left on the first one.
-    if handle.is_over() or (owner.executor == "debug" and handle.unseen() is not None):
-        return
-    raise RequestError(
-        f"{rundir.RUN_DIR_VARIABLE}={run.path}: run {run.id} is {run.status().state or RunState.QUEUED}, and two would "
-        f"write its files; unset the variable for a run of its own, or end that one first: {handle.how_to_end()}"
-    )

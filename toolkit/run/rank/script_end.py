@@ -1,7 +1,7 @@
 """Ends a run with the script that has started it, where no ``with`` block does.
 
-An exception that nothing catches, an exit with a code, and a script's last line are told apart: only after the last
-two, with code 0, is the run complete.
+An uncaught exception, an exit with a code, and a script's last line are distinguished: only after the last two, with
+code 0, is the run complete.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def call_at_end(end: End) -> ScriptEnd:
 
 @contextmanager
 def ended_here() -> Iterator[None]:
-    """End a run that the script within has started, before its exception goes on."""
+    """End a run that the script within has started, before its exception is passed on."""
     try:
         yield
     except BaseException as error:

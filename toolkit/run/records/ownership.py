@@ -37,7 +37,7 @@ TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
 
 
 def jobs_of(run: RunDir) -> list[str]:
-    """Return the ids of the run's present job and its waiting follow-up jobs.
+    """Return the ids of the run's current job and its waiting follow-up jobs.
 
     All come from the run's files. The first may be known only from the submission, which has a file of its own: the job
     may start before that is written.
@@ -76,7 +76,7 @@ def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
 
 
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
-    """Return the run's present job and its status.
+    """Return the run's current job and its status.
 
     ``jobs`` are a run's. The present one is the first that is not over, else the last that Slurm knows.
     """
@@ -101,7 +101,7 @@ def new_config(run: RunDir, token: str) -> Path:
 
 
 def adopt_config(run: RunDir, token: str | None) -> None:
-    """Make the present submission's config, if any, the run's own, and keep the old one.
+    """Make the current submission's config, if any, the run's own, and keep the old one.
 
     The submission does this when it has a job id, or the job itself, which may start before.
     """
@@ -203,11 +203,13 @@ class Overtaken(Exception):
 
 
 class Claim:
-    """A supervisor's claim to its run, from attempt to attempt."""
+    """A supervisor's claim to its run, from attempt to attempt.
+
+    Each attempt's owner has a number of its own, by which the ranks check whether they still may write.
+    """
 
     def __init__(self, run: RunDir, owner: OwnerRecord) -> None:
-        self._run = run
-        self._owner = owner
+        self._run, self.owner = run, owner
 
     @staticmethod
     def of_job(run: RunDir, allocation: Allocation, token: str | None) -> Claim:
@@ -219,14 +221,17 @@ class Claim:
         while True:
             owner, job_id = run.owner(), allocation.job_id
             jobs = () if owner is None else owner.jobs
+            known = jobs_of(run)  # the current job and those that follow it
             # Another owner may have taken the run since this job was submitted.
             if owner is not None and not _may_serve(owner, allocation, token):
-                raise Overtaken(f"run {run.id} belongs to {_describe(run, owner)}: nothing is left to do here")
+                whose = f"a supervisor on {owner.host}"
+                if owner.executor == "slurm":
+                    whose = f"job {known[0]}" if known else f"the submission by process {owner.pid} on {owner.host}"
+                raise Overtaken(f"run {run.id} belongs to {whose}: nothing is left to do here")
             # A second start of the same job keeps its place; a new job becomes the present one.
             if job_id is not None and job_id not in jobs:
                 jobs = (*jobs, job_id)
             is_restart = owner is not None and owner.job_id == job_id
-            known = jobs_of(run)  # the present job and those that follow it
             claim = Claim(
                 run,
                 OwnerRecord(
@@ -247,54 +252,39 @@ class Claim:
                 continue
             return claim
 
-    @property
-    def number(self) -> int:
-        """Return the number of the present attempt. Its ranks check with it whether they still may write."""
-        return self._owner.number
-
-    @property
-    def token(self) -> str:
-        """Return the submission's token, which each of its jobs needs."""
-        return self._owner.token
-
-    @property
-    def follow_ups(self) -> tuple[str, ...]:
-        """Return the follow-up jobs that were submitted, in the order in which they start."""
-        return self._owner.follow_ups
-
     def renew(self) -> None:
         """Take the next number, for another attempt. Processes left of the last attempt may write no more.
 
         Raises Overtaken where another owner has it.
         """
-        number, taken = self._owner.number + 1, []
+        number, taken = self.owner.number + 1, []
         outages.persist(lambda: taken.append(self._run.take_number(number)), self._run.path)
         if taken != [True]:
             raise Overtaken(f"run {self._run.id} has been taken over")
-        self._write(self._owner.replace(number=number))
+        self._write(self.owner.replace(number=number))
 
     def note_follow_ups(self, jobs: Sequence[str]) -> None:
-        """Record which jobs wait to take over."""
-        self._write(self._owner.replace(follow_ups=tuple(jobs)))
+        """Record which jobs wait to take over, in the order in which they start."""
+        self._write(self.owner.replace(follow_ups=tuple(jobs)))
 
     def note_command(self, command: str | None) -> None:
         """Record what Slurm calls the job's batch script, unless that is one of the toolkit's.
 
         By this a later command tells the job from another one that has got the same number.
         """
-        if command is not None and self._owner.command != command and not self._run.submission_path.exists():
-            self._write(self._owner.replace(command=command))
+        if command is not None and self.owner.command != command and not self._run.submission_path.exists():
+            self._write(self.owner.replace(command=command))
 
     def holds(self) -> bool:
         """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
         latest = self._run.owner_number()
-        if latest is not None and latest < self.number:
+        if latest is not None and latest < self.owner.number:
             with contextlib.suppress(OSError):  # a full disk: the next check is half a second away
-                self._run.write_owner(self._owner)
-        return latest is None or latest <= self.number
+                self._run.write_owner(self.owner)
+        return latest is None or latest <= self.owner.number
 
     def _write(self, owner: OwnerRecord) -> None:
-        self._owner = owner
+        self.owner = owner
         outages.persist(lambda: self._run.write_owner(owner), self._run.path / "owner.json")
 
 
@@ -307,21 +297,11 @@ def _may_serve(owner: OwnerRecord, allocation: Allocation, token: str | None) ->
     job_id = allocation.job_id
     if token is not None and token != owner.token:
         return False
-    if job_id is not None and job_id in owner.jobs and _is_of_cluster(owner, allocation):
+    # On another cluster the same number is another job.
+    is_elsewhere = owner.cluster and allocation.cluster and owner.cluster != allocation.cluster
+    if job_id is not None and job_id in owner.jobs and not is_elsewhere:
         return job_id == owner.job_id
     return token is not None or job_id is None
-
-
-def _is_of_cluster(owner: OwnerRecord, allocation: Allocation) -> bool:
-    """True unless the owner's jobs have the numbers of another cluster."""
-    return not owner.cluster or not allocation.cluster or owner.cluster == allocation.cluster
-
-
-def _describe(run: RunDir, owner: OwnerRecord) -> str:
-    if owner.executor != "slurm":
-        return f"a supervisor on {owner.host}"
-    jobs = jobs_of(run)
-    return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
 def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:

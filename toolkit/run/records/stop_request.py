@@ -1,10 +1,8 @@
-"""A user's request for a run, as a file. It outlives processes, and a requeued job finds it.
+"""A user's requests for a run, as files. They outlive processes, and a requeued job finds them.
 
-Users' requests to running ranks: one file for each request, one for its answer.
-
-A command writes ``requests/ID.json`` and waits for ``requests/ID.answer.json``. The supervisor hands on each request
-without an answer, also one that was left for a supervisor before it. The files outlive both processes, so a request is
-not lost, and one that is answered or withdrawn is not carried out again.
+The request to end the run is ``intent.json``. For stacks and profiles a command writes ``requests/ID.json`` and waits
+for ``requests/ID.answer.json``. The supervisor passes on each request without an answer, also one that was left for a
+supervisor before it. One that is answered or withdrawn is not carried out again.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from toolkit.files.rundir import RunDir
 
 
 class Intent(StrEnum):
-    """What a user may request. After either the run is not brought back by itself."""
+    """How a user may have a run end. After either the run is not brought back by itself."""
 
     STOP = "stop"  #: commit, then end
     CANCEL = "cancel"  #: end
@@ -48,15 +46,11 @@ def ask(run: RunDir, intent: Intent) -> None:
 
 
 def asked(run: RunDir) -> Intent | None:
-    """Return what was requested, if anything.
-
-    A file that cannot be read tells that an end was requested, but not which: it is taken for a stop, which loses
-    nothing.
-    """
+    """Return what was requested, if anything. A damaged file is taken for a stop, which loses nothing."""
     try:
         request = Request.read(run.path / "intent.json")
     except DamagedFileError as error:
-        records.warn_once(f"{error}; taken for a stop, `toolkit resume {run.id}` goes on")
+        records.warn_once(f"{error}; taken for a stop, `toolkit resume {run.id}` continues it")
         return Intent.STOP
     return None if request is None else request.intent
 
@@ -79,8 +73,6 @@ _NAME = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.json")
 
 
 class Wish(StrEnum):
-    """What can be asked for."""
-
     STACKS = "stacks"
     PROFILE = "profile"
 
@@ -162,7 +154,7 @@ def answer_to(run: RunDir, request_id: str) -> Answer | None:
 
 def remove(run: RunDir, request_id: str) -> None:
     """Remove a request and its answer. A request without an answer is withdrawn by this."""
-    # The request first: without it nobody writes an answer.
+    # The request first: without it no answer is written.
     for path in (_path(run, request_id), _answer_path(run, request_id)):
         path.unlink(missing_ok=True)
 

@@ -1,7 +1,4 @@
-"""How a run without a result stands, and what ends it: the one judgement of its files, Slurm's answer and its process.
-
-All that asks whether a run is lost, or may still write its result, goes by it: listings, handles, runs that wait for
-others, and sweeps.
+"""The state of a run without a result, by its files, Slurm's answer and its process, and what ends it.
 
 A number does not say which jobs of Slurm are a run's. Each cluster has numbers of its own, and clusters may share a
 runs folder. A controller that was installed anew gives the same numbers again. A copy of a run folder holds the numbers
@@ -43,7 +40,7 @@ class RunStanding:
     """Whether a job or process may still write the run's result. ``life`` is ENDED only where that is certain."""
 
     life: Life
-    job_id: str | None = None  #: the present job of the run, on Slurm
+    job_id: str | None = None  #: the current job of the run, on Slurm
     job: JobStatus | None = None  #: what Slurm says of it
     unfinished: tuple[str, ...] = ()  #: the run's jobs that are not over, as far as is known
 
@@ -129,35 +126,30 @@ class SubmittedRun:
         return f"Ctrl-C at its launcher ends it (its rank 0 is process {process.pid if process else 'unknown'} here)"
 
     def unseen(self) -> str | None:
-        """Return what to do where it cannot be told from here whether the run lives; None if it can.
+        """Return what to do where it is not known here whether the run lives; else None.
 
         A local run's process may be on another machine, a job on another cluster, and a copy has no job.
         """
         if self.executor == "slurm":
-            return self._unseen_jobs()
-        life, process = ownership.local_life(self.dir)
-        if life is not Life.UNSEEN or process is None:
-            return None
+            original, jobs = original_of(self.dir, self.dir.owner()), self._jobs()
+            if original is not None:
+                return (
+                    f"run {self.id} in {self.dir.path} is a copy, and the job is that of {original}: `toolkit cancel "
+                    f"{original}` ends it; `toolkit cancel {self.dir.path} --gone` marks the copy as ended"
+                )
+            if not jobs.is_elsewhere():
+                return None
+            job = f"job {jobs.ids[0]}" if jobs.ids else "the submission"
+            whose, place = f"{job} of the cluster {jobs.cluster}", "cluster"
+        else:
+            life, process = ownership.local_life(self.dir)
+            if life is not Life.UNSEEN or process is None:
+                return None
+            whose = f"process {process.pid} on {process.host or 'an unknown host'}"
+            place = "machine or container"
         return (
-            f"run {self.id} belongs to process {process.pid} on {process.host or 'an unknown host'}, which cannot be "
-            f"seen from here: `toolkit cancel {self.id}` there ends it; if that machine or container is gone for good, "
-            f"`toolkit cancel {self.id} --gone` here does"
-        )
-
-    def _unseen_jobs(self) -> str | None:
-        original, jobs = original_of(self.dir, self.dir.owner()), self._jobs()
-        if original is not None:
-            return (
-                f"run {self.id} in {self.dir.path} is a copy, and the job is that of {original}: "
-                f"`toolkit cancel {original}` ends it; `toolkit cancel {self.dir.path} --gone` marks the copy as ended"
-            )
-        if not jobs.is_elsewhere():
-            return None
-        job = f"job {jobs.ids[0]}" if jobs.ids else "the submission"
-        return (
-            f"run {self.id} belongs to {job} of the cluster {jobs.cluster}, which cannot be seen from here: "
-            f"`toolkit cancel {self.id}` there ends it; if that cluster is gone for good, "
-            f"`toolkit cancel {self.id} --gone` here does"
+            f"run {self.id} belongs to {whose}, which cannot be seen from here: `toolkit cancel {self.id}` there ends "
+            f"it; if that {place} is gone for good, `toolkit cancel {self.id} --gone` here does"
         )
 
     def is_elsewhere(self) -> bool:
@@ -176,10 +168,11 @@ class SubmittedRun:
         return True
 
     def heard_s(self) -> float:
-        """Return how many seconds ago a run that goes on has written its status; infinity for another one."""
+        """Return how many seconds ago a run that is not over has written its status; infinity for another one."""
         status = self.dir.status()
-        goes_on = status.state is not None and not status.state.is_over and status.updated is not None
-        return time.time() - status.updated if goes_on and status.updated is not None else math.inf
+        if status.state is None or status.state.is_over or status.updated is None:
+            return math.inf
+        return time.time() - status.updated
 
     @property
     def job_now(self) -> str:
@@ -271,11 +264,10 @@ class RunJobs:
         if original_of(self.run, owner) is not None:
             return False
         # The folder may have another name here, or had one when the job was submitted.
-        places = [self.run.path, *([Path(owner.path)] if owner is not None and owner.path else [])]
-        folders = [RunDir(place).submitit for place in places]
-        folders += [_arrays(place, point.sweep) for place in places] if point is not None else []
-        if any(_is_same(scripts, folder) for folder in folders):
-            return True
+        for place in [self.run.path, *([Path(owner.path)] if owner is not None and owner.path else [])]:
+            of_sweep = point and place.parent.parent / rundir.SWEEPS / point.sweep / "arrays"
+            if _is_same(scripts, RunDir(place).submitit) or (of_sweep and _is_same(scripts, of_sweep)):
+                return True
         return point is None and self._is_users_own(job, command, owner)
 
     def _is_users_own(self, job: str, command: str, owner: OwnerRecord | None) -> bool:
@@ -318,11 +310,6 @@ def original_of(run: RunDir, owner: OwnerRecord | None) -> Path | None:
 def _folder_of(command: str) -> Path:
     """Return the folder of a batch script. Cached: all points of a job array have the same one."""
     return Path(command).parent
-
-
-def _arrays(run: Path, sweep: str) -> Path:
-    """Return the folder of the batch scripts of a run's sweep."""
-    return run.parent.parent.joinpath(".sweeps", sweep, "arrays")
 
 
 def _is_same(one: Path, other: Path) -> bool:

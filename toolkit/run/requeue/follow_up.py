@@ -46,7 +46,7 @@ PREDECESSORS_VARIABLE = "TOOLKIT_PREDECESSORS"
 #: The number of follow-up jobs that wait while a job runs.
 COUNT = 2
 
-#: sbatch's options, by the variables that describe the present job in its environment.
+#: sbatch's options, by the variables that describe the current job in its environment.
 _VARIABLE_OF: Mapping[str, str] = {
     "job-name": "SLURM_JOB_NAME",
     "partition": "SLURM_JOB_PARTITION",
@@ -117,7 +117,6 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
 
 
 def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
-    """Return the variables that name a job's predecessors and the run it may take over."""
     return {RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: ":".join(predecessors)}
 
 
@@ -127,7 +126,7 @@ def command(run: RunDir) -> str:
 
 
 def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> list[str]:
-    """Return sbatch's options for another job like the present one, with a colon between those of two components."""
+    """Return sbatch's options for another job like the current one, with a colon between those of two components."""
     first, *others = options_of_components(environ, row, run)
     return [*first, *(option for each in others for option in (":", *each))]
 
@@ -212,28 +211,32 @@ def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> lis
 def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
     """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
 
-    Queues are longer than that. Wait for a controller that does not answer: the follow-up job is the run's only way to
-    go on, and has its nodes already.
+    Queues are longer than that. Wait for a controller that does not answer: only the follow-up job can continue the
+    run, and it has its nodes already.
     """
 
     def look() -> JobRow | None:
-        row = slurm.show_job(predecessor)
-        status = None if row else slurm.show_jobs([predecessor])[predecessor]
-        return JobRow(predecessor, status.state, status.reason, exit_code=status.exit_code) if status else row
+        if row := slurm.show_job(predecessor):
+            return row
+        status = slurm.show_jobs([predecessor])[predecessor]
+        if status is None:
+            return None
+        return JobRow(predecessor, status.state, status.reason, exit_code=status.exit_code)
 
     row = outages.ask(look, f"Slurm does not say what became of job {predecessor}")
-    if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
+    if row is None:
+        return JobFate.UNKNOWN
+    if row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
         return JobFate.REQUEUED
-    if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
+    # The first: for example, its node did not see the run folder.
+    if row.reason == "JobLaunchFailure" or row.state == "OUT_OF_MEMORY":
         return JobFate.NODE_FAILED
     # A signal or lack of memory ended the batch script: Slurm reports FAILED with the exit code 0. A supervisor that
     # fails by itself has another exit code, and writes a result. On a node that did not see the run folder there was no
     # supervisor: since 23.02 Slurm starts the script there all the same.
-    if row is not None and row.state == "FAILED" and (row.exit_code == 0 or not _has_written(row, run)):
+    if row.state == "FAILED" and (row.exit_code == 0 or not _has_written(row, run)):
         return JobFate.NODE_FAILED
-    if row is not None and row.state == "OUT_OF_MEMORY":
-        return JobFate.NODE_FAILED
-    return fate_of_row(row, restart_count=0 if row is None else row.restarts)
+    return fate_of_row(row, restart_count=row.restarts)
 
 
 def _has_written(row: JobRow, run: RunDir) -> bool:

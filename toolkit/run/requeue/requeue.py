@@ -32,8 +32,6 @@ log = logs.get(__name__)
 
 
 class JobRequeue:
-    """Brings back the job of ``allocation``."""
-
     def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands, nodes: Nodes) -> None:
         assert allocation.job_id is not None
         self._run, self._slurm, self._nodes, self._job_id = run, slurm, nodes, allocation.job_id
@@ -49,7 +47,7 @@ class JobRequeue:
         kept.
         """
         self._row, slurm = row, self._slurm
-        self._follow_ups = follow_up.still_waiting(claim.follow_ups, slurm)
+        self._follow_ups = follow_up.still_waiting(claim.owner.follow_ups, slurm)
         if row is None:
             return
         # Where Slurm may end the job for good, or follow-up jobs already wait, keep COUNT of them.
@@ -57,9 +55,8 @@ class JobRequeue:
         needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", wait_s=0.0))
         while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
             try:
-                self._follow_ups.append(
-                    follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
-                )
+                job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.owner.token)
+                self._follow_ups.append(job)
             except (SlurmError, OSError) as error:  # the run has the follow-up jobs that it has
                 self._refusal = f"no follow-up job could be submitted: {error}"
                 log.warning("%s", self._refusal)
@@ -104,7 +101,7 @@ class JobRequeue:
 
     @property
     def not_taken_back(self) -> str:
-        """The reason why a run stays where it is after :meth:`requeue`, with the words of Slurm's last refusal."""
+        """The reason why a run stays where it is after :meth:`requeue`, with Slurm's last refusal."""
         return "Slurm did not take it back" + (f" ({self._refusal})" if self._refusal else "")
 
     def _to_exclude(self) -> str | None:
@@ -194,20 +191,20 @@ def to_exclude(
 def _with_room(components: Sequence[Sequence[str]]) -> Iterator[list[str]]:
     """Yield the options of jobs that can run exactly if one with these components can, except for nodes to exclude.
 
-    Slurm would test each component as if it were alone. Several that share a partition need room beside each other.
+    Slurm would test each component as if it were alone. Several that share a partition need room next to each other.
     """
     for options in components:
         kept = [option for option in options if not option.startswith("--exclude=")]
         partition = [option for option in options if option.startswith("--partition=")]
-        beside = [other for other in components if partition == [o for o in other if o.startswith("--partition=")]]
-        if len(beside) > 1:
-            nodes = sum(int(o.partition("=")[2]) for other in beside for o in other if o.startswith("--nodes="))
+        sharing = [other for other in components if partition == [o for o in other if o.startswith("--partition=")]]
+        if len(sharing) > 1:
+            nodes = sum(int(o.partition("=")[2]) for other in sharing for o in other if o.startswith("--nodes="))
             kept = [option for option in kept if not option.startswith(("--nodes=", "--ntasks"))] + [f"--nodes={nodes}"]
         yield kept
 
 
 def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
-    """Put this job back into the queue when the disk is full. The run has not failed, and goes on when there is room.
+    """Put this job back into the queue when the disk is full. The run has not failed, and continues when there is room.
 
     No file can record that. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
     """
@@ -225,7 +222,7 @@ def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) 
     """
     if run.left_over() is None:
         return False
-    with suppress(OSError):  # the cause is then told less well
+    with suppress(OSError):  # the cause is then reported less well
         run.write_status(run.status().replace(why=str(error)))
     return _give_back(run, slurm, Allocation.slurm(os.environ))
 
@@ -247,7 +244,7 @@ def give_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
 
 
 def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
-    """Have the run go on in a later start. With a follow-up job the exit code is enough; else requeue this one."""
+    """Have the run continue in a later start. With a follow-up job the exit code is enough; else requeue this one."""
     owner = run.owner()
     if owner is not None and owner.follow_ups:
         return True

@@ -138,7 +138,7 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             flags = parameters["additional_parameters"]
             if _may_expedite(config):
                 flags["requeue"] = "expedite"
-            # Wait for the present jobs of the runs that come first. Whether that is enough, the run finds out itself.
+            # Wait for the current jobs of the runs that come first. Whether that is enough, the run finds out itself.
             waits_for = run.after()
             jobs: Sequence[str] = ()
             if waits_for is not None:
@@ -174,7 +174,7 @@ def _may_expedite(config: JobConfig) -> bool:
 
 
 def _cancel(jobs: Sequence[str]) -> None:
-    """Cancel jobs that could not be recorded as the run's, because the disk is full."""
+    """Cancel jobs that could not be recorded as the run's."""
     for job_id in jobs:
         with suppress(SlurmError):
             Slurm().cancel(job_id)
@@ -240,7 +240,7 @@ def _send_to_debug(run: RunDir, config: JobConfig, token: str) -> str:
 
 @contextmanager
 def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
-    """Make ``os.environ`` equal to ``environ`` for a moment: submitit starts its programs with it."""
+    """Make ``os.environ`` equal to ``environ``: submitit starts its programs with it."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -344,19 +344,14 @@ def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) ->
 
 
 def exec_python() -> str:
-    """Return the Python command with ``exec``.
-
-    A bash between Slurm and the supervisor would die at the first SIGTERM, and take the supervisor along.
-    """
+    """Return the Python command with ``exec``. A bash in between would die at the first SIGTERM, and all with it."""
     return f"exec {shlex.quote(str(staged.origin(sys.executable)))}"
 
 
 def slurm_parameters(
     config: JobConfig, run: RunDir, token: str, component: ClusterConfig | None = None
 ) -> dict[str, Any]:
-    """Return submitit's parameters for this job: every key of ``cluster`` in Slurm's terms.
-
-    Of a heterogeneous job they are those of one of its components, the first if None.
+    """Return submitit's parameters for this job, or one of its components: every key of ``cluster`` in Slurm's terms.
 
     GPUs are asked for at job level: a request per task would hide the peers' devices from NCCL.
     """
@@ -407,10 +402,7 @@ _PLACING = ("nodelist", "reservation", "wckey", "licenses", "gres")
 
 
 def srun_options(config: JobConfig) -> list[str]:
-    """Return the node choice of ``cluster`` as options of srun.
-
-    That srun holds nodes for seconds, from the login node.
-    """
+    """Return the node choice of ``cluster`` as options of an srun that holds nodes for seconds, from the login node."""
     cluster = config.cluster
     values: dict[str, Any] = {"job-name": "doctor", "time": 5, "gpus-per-node": _gpus(cluster)}
     values |= {name: getattr(cluster, name) for name in _CHOOSING_NODES}

@@ -1,7 +1,4 @@
-"""The handle of a run: watches, awaits, stops or cancels it from the login node.
-
-A notebook shows it as a few lines of HTML, from the run's files.
-"""
+"""The handle of a run: watches, awaits, stops or cancels it from the login node."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class Run(SubmittedRun):
         return self._result()
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
-        """Wait as :meth:`wait` does, in a coroutine or a notebook: ``result = await run``. Others go on meanwhile."""
+        """Wait as :meth:`wait` does, in a coroutine or a notebook: ``result = await run``."""
         return self._awaited().__await__()
 
     async def _awaited(self) -> dict[str, Any]:
@@ -240,7 +237,7 @@ class Run(SubmittedRun):
             self._write_ended(what)
 
     def _has_not_trained(self) -> bool:
-        """True if no rank of the present job has begun its work. A later attempt may find its state in memory."""
+        """True if no rank of the current job has begun its work. A later attempt may find its state in memory."""
         state = self.dir.status().state
         return state is None or state.is_waiting or (state is RunState.STARTING and not self.dir.attempts())
 
@@ -262,8 +259,8 @@ class Run(SubmittedRun):
                 slurm.cancel(job)
                 killed |= status.is_paused
             elif status.is_paused:
-                goes_on = states.PAUSED[status.state].format(job)
-                log.warning("Slurm has suspended job %s: the run stops %s", job, goes_on)
+                continues = states.PAUSED[status.state].format(job)
+                log.warning("Slurm has suspended job %s: the run stops %s", job, continues)
         # Slurm sends what it has suspended SIGKILL alone: its supervisor writes no result.
         if killed:
             deadline = time.monotonic() + limits().ending_s
@@ -281,7 +278,7 @@ class Run(SubmittedRun):
             state = "is over" if self.is_over() else "has a job or process that can be asked"
             raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
         self.is_elsewhere()  # raises
-        # As a new owner: a process that lives in spite of all notices that, and ends without a word.
+        # As a new owner: a process that lives in spite of all notices that, and ends.
         ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
         stop_request.ask(self.dir, Intent.CANCEL)
         self._write_ended(Intent.CANCEL)
@@ -342,19 +339,16 @@ def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
         raise RequestError(f"state: no state {state!r}; {nearest(state, known)}states: {', '.join(known)}")
     found = list[Run]()
     for run in rundir.all_runs():
-        if fnmatchcase(run.name, name):
-            try:
-                found += [attach(run)] if state is None or _state_of(run) == state else []
-            except DamagedFileError as error:
-                records.warn_once(str(error))
-            except RequestError:  # it was never submitted
-                continue
+        if not fnmatchcase(run.name, name):
+            continue
+        try:
+            if state in (None, (run.result() or run.status()).state):
+                found.append(attach(run))
+        except DamagedFileError as error:
+            records.warn_once(str(error))
+        except RequestError:  # it was never submitted
+            continue
     return found
-
-
-def _state_of(run: RunDir) -> RunState | None:
-    result = run.result()
-    return run.status().state if result is None else result.state
 
 
 def attach(run: RunDir) -> Run:

@@ -46,7 +46,7 @@ def supervise(config_path: str, overrides: Sequence[str]) -> None:
 def refuse_one_of_many_tasks() -> None:
     """Refuse to be a supervisor that a launcher has started several times. Each would start all ranks.
 
-    The first task raises RequestError, the others exit without a word. A shell in the first task of an interactive step
+    The first task raises RequestError, the others exit silently. A shell in the first task of an interactive step
     (``srun --pty``) is there once: only that task has a terminal. A rank may start another run.
     """
     try:
@@ -81,10 +81,10 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
                 f"{socket.gethostname()} is no node of job {allocation.job_id}, and the supervisor works on one; open "
                 "a shell there by `srun --interactive --preserve-env --pty bash`, and give the command again"
             )
-        # A job that Slurm has restarted goes on with its run.
+        # A job that Slurm has restarted continues its run.
         run = _served_before(allocation)
         if run is not None:
-            log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
+            log.info("restart %d of job %s: run %s continues", allocation.restart_count, allocation.job_id, run.id)
         else:
             run = make_run(allocation)
             rundir.remember_job(run, f"{allocation.job_key}-{command_key()}")

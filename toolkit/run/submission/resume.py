@@ -1,7 +1,4 @@
-"""Submits an ended run again, with a changed config if the user wants that.
-
-It also says what the changed config makes of the run's learning rate, as far as the run's files tell.
-"""
+"""Submits an ended run again, with a changed config if the user wants that."""
 
 from __future__ import annotations
 
@@ -33,11 +30,11 @@ from toolkit.slurm.commands import Slurm
 
 
 def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False, executor: str = "auto") -> Run:
-    """Submit an ended run again. It goes on from its last checkpoint with the sources of its submission.
+    """Submit an ended run again. It continues from its last checkpoint with the sources of its submission.
 
-    With ``code`` it goes on with the sources that the project has now: a second copy of them is made.
-    ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
-    RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.
+    With ``code`` it uses the sources that the project has now: a second copy of them is made. ``overrides`` change its
+    config from now on; a completed run continues if they give it more epochs or steps. Raises RequestError, or
+    ConfigError for a change that a run cannot continue with, before any file is changed.
     """
     overrides = configs.override_texts(overrides)
     # Refuse all that can be refused before a file is changed.
@@ -84,7 +81,7 @@ def resume(run: RunDir, overrides: configs.Overrides = (), *, code: bool = False
 
 
 def _project(run: RunDir) -> Path:
-    """Return the folder that has the sources of now. Raises RequestError where there is none."""
+    """Return the folder that has the current sources. Raises RequestError where there is none."""
     if configs.load_config(run.config, site=False).job == configs.FOREIGN_JOB:
         raise RequestError(f"--code: run {run.id} has no copy of its script: it runs where it lies, as it is now")
     project = snapshot.project_of(run.code)
@@ -127,13 +124,13 @@ def _is_longer(run: RunDir, then: JobConfig, now: JobConfig) -> bool:
 def _check_change(
     run: RunDir, then: JobConfig, now: JobConfig, result: RunResult | None, executor: str, code: Path | None = None
 ) -> None:
-    """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
+    """Raise RequestError, or ConfigError, where the run cannot continue with the changed config."""
     if then.job == configs.FOREIGN_JOB and now.argv != then.argv:
         raise RequestError(
             f"run {run.id}: its command is `{shlex.join(then.argv)}`; args.NAME=VALUE changes an option of it, such as "
             "args.epochs=20, and a new run takes another command"
         )
-    # A completed run can go on only if it becomes longer.
+    # A completed run can continue only if it becomes longer.
     if (
         result is not None
         and result.state is RunState.COMPLETED

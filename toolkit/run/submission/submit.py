@@ -1,7 +1,4 @@
-"""The entry point of the login node: makes a run folder, copies the sources, submits.
-
-Also starts a foreign, torchrun-style script as the ranks, and shows what would be submitted.
-"""
+"""The entry point of the login node: makes a run folder, copies the sources, submits, or shows what it would submit."""
 
 from __future__ import annotations
 
@@ -85,10 +82,11 @@ def _shown(loaded: JobConfig, chosen: str, waits_for: AfterRecord | None) -> str
     """Return what would be sent of a checked config."""
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
-    ranks = loaded.cluster.tasks_per_node
-    script = f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
     if chosen == "slurm":
         script = sbatch_script(loaded, run)
+    else:
+        ranks = loaded.cluster.tasks_per_node
+        script = f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
     if waits_for is not None:
         script = f"{script.rstrip()}\n\n# {waits_until(waits_for.names())}"
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
@@ -205,10 +203,9 @@ def supervise_command(command: Sequence[str], overrides: configs.Overrides = (),
 def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: str | None) -> JobConfig:
     given = configs.override_texts(overrides)
     config = configs.load_config(None, [configs.argv_override(command), *given, f"job={configs.FOREIGN_JOB}"])
-    is_named = any(override.startswith("name=") for override in given)
     if name:
         config.name = name
-    elif not is_named:
+    elif not any(override.startswith("name=") for override in given):
         scripts = [word for word in command if word.endswith((".py", ".sh"))]
         config.name = Path([*scripts, command[0]][0]).stem
     configs.validate(config)

@@ -105,7 +105,7 @@ class Context:
                 rundir.RUN_DIR_VARIABLE: str(self.run.path),
                 "TOOLKIT_RUNS": str(self.run.path.parent.parent),
                 "TOOLKIT_ATTEMPT": str(attempt),
-                rundir.OWNER_VARIABLE: str(self.claim.number),
+                rundir.OWNER_VARIABLE: str(self.claim.owner.number),
                 "TOOLKIT_SUPERVISED": "1",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),

@@ -55,7 +55,7 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
 def _environ(run: RunDir, result: RunResult) -> dict[str, str]:
     """Return the supervisor's variables without its job's, so that the command may submit another job.
 
-    Without ``TOOLKIT_RUN_DIR``, too: a job that it submits would find that, and go on in the folder of the ended run.
+    Without ``TOOLKIT_RUN_DIR``, too: a job that it submits would find that, and continue in the ended run's folder.
     """
     return {
         **without_snapshot(submit_environment(os.environ), run.code),

@@ -75,7 +75,7 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
 
 @best_effort_part
 def tracker_senders(run: RunDir, config: JobConfig) -> Senders | None:
-    """Return what sends the curves beside the run, if ``trackers`` is set."""
+    """Return what sends the curves while the run works, if ``trackers`` is set."""
     if not config.trackers:
         return None
     from toolkit.plugins.trackers.beside_run import Senders
