@@ -12,10 +12,9 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from toolkit.base import outages, signals
@@ -86,28 +85,23 @@ class SlurmCommands(Protocol):
         """Return the id of this user's job, or array, whose batch script is at ``path``. One call."""
 
     def cancel_waiting(self, job_ids: Sequence[str]) -> None:
-        """Cancel those of the jobs, and of the arrays' elements, that wait in the queue. One call.
-
-        Jobs that Slurm has forgotten are no error.
-        """
+        """Cancel those of the jobs and arrays' elements that wait. One call. Forgotten jobs are not an error."""
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
-        """End a job or one of its steps, or send a signal.
+        """End a job or one of its steps, or send a signal to all its steps, or with ``batch`` to the batch shell only.
 
-        The signal goes to all steps of the job, or with ``batch`` to the batch shell only. Ending a job that is over or
-        unknown is no error. A signal needs a running job with steps: for a job that is pending or ending, scancel waits
-        for a step until the time limit.
+        Ending a job that is over or unknown is not an error. A signal needs a running job with steps: for one that is
+        pending or ending, scancel waits for a step until the time limit.
         """
 
     def find_step(self, job_id: str, name: str) -> str | None:
         """Return the number of the job's running step of this name, or ``None``."""
 
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
-        """Put the job back into the queue. Name array elements ``A_T``.
+        """Put the job back into the queue, an array element by its name ``A_T``. One that is there is not an error.
 
-        It is no error if Slurm has requeued the job already. A plain requeue also revives a job that was canceled and
-        is still completing. With ``if_running`` such a job stays canceled, which is no error either: look at the job
-        afterwards.
+        A plain requeue also revives a job that was canceled and is still completing. With ``if_running`` such a job
+        stays canceled without an error: look at the job afterwards.
         """
 
     def forbid_requeue(self, job_id: str) -> None:
@@ -128,16 +122,13 @@ class SlurmCommands(Protocol):
         """Let a pending job wait for the end of these jobs, and of no others. Slurm refuses this for a running job."""
 
     def drained(self, node_list: str) -> dict[str, str]:
-        """Return the reason of each of these nodes that takes no new jobs (DRAIN).
-
-        The reason names who gave it. Asks once for all nodes.
-        """
+        """Return the reason, with who gave it, of each of these nodes that takes no new jobs (DRAIN). One call."""
 
     def topology(self) -> str:
         """Return what `scontrol show topology` prints: switches or blocks, each with its nodes."""
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
-        """Give back the nodes of a running job except the node list ``keep``. Steps go on there.
+        """Give back the nodes of a running job except the node list ``keep``, where steps continue.
 
         A requeued job gets as many nodes as it was submitted with. A site may refuse this (``disable_job_shrink``).
         """
@@ -328,32 +319,24 @@ class Slurm:
         return settings_in(self._run(["scontrol", "show", "config"]))
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
-        # Each preemption plugin takes the mode from another place.
-        asked: Mapping[str, Callable[[JobRow], str | None]] = {
-            "preempt/partition_prio": self._mode_of_partition,
-            "preempt/qos": partial(self._mode_of_qos, settings),
-        }
-        ask = asked.get(settings.preempt_type)
-        return ask is not None and "CANCEL" in (ask(job) or settings.preempt_mode).upper()
-
-    def _mode_of_partition(self, job: JobRow) -> str | None:
-        """Return the modes of all partitions of the job. A pending job may have several."""
-        names = filter(None, (job.partition or "").split(","))
-        text = "\n".join(self._run(["scontrol", "--all", "show", "partition", name]) for name in names)
-        return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
-
-    def _mode_of_qos(self, settings: Settings, job: JobRow) -> str | None:
-        """Return the mode of the job's QOS, or None where the cluster's mode holds. A pending job may have several QOS.
-
-        Where accounting cannot be asked, as on many nodes, it counts as CANCEL: a follow-up job that is not needed ends
-        by itself, and without one that is needed the run would end.
-        """
-        columns = ["--noheader", "--parsable2", "format=PreemptMode"]
-        try:
-            modes = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).split() if job.qos else []
-        except SlurmError:
-            return "CANCEL"
-        return ",".join(settings.preempt_mode if mode == "cluster" else mode for mode in modes) or None
+        # Each preemption plugin takes the mode from another place. A pending job may have several partitions or QOS.
+        modes: list[str] = []
+        if settings.preempt_type == "preempt/partition_prio":
+            for name in filter(None, (job.partition or "").split(",")):
+                answer = self._run(["scontrol", "--all", "show", "partition", name])
+                modes += re.findall(r"\bPreemptMode=(\S+)", answer)
+        elif settings.preempt_type == "preempt/qos":
+            columns = ["--noheader", "--parsable2", "format=PreemptMode"]
+            try:
+                modes = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).split() if job.qos else []
+            except SlurmError:
+                # Accounting cannot be asked, as on many nodes. A follow-up job that is not needed ends by itself, and
+                # without one that is needed the run would end.
+                return True
+        else:
+            return False
+        modes = [settings.preempt_mode if mode == "cluster" else mode for mode in modes] or [settings.preempt_mode]
+        return any("CANCEL" in mode.upper() for mode in modes)
 
     def has(self, program: str) -> bool:
         """True if this program of Slurm is on PATH."""

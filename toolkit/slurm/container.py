@@ -27,10 +27,7 @@ class Image:
 
 
 def parse(text: str) -> Image:
-    """Return the image that ``cluster.container`` stands for.
-
-    Raises ConfigError if the text does not say for which runtime it is.
-    """
+    """Return the image that ``cluster.container`` stands for. Raises ConfigError if the runtime is not clear."""
     # An explicit runtime comes first; otherwise the form of the name must be one that only one runtime takes.
     runtime, colon, name = text.partition(":")
     if colon and runtime in (APPTAINER, PYXIS):
@@ -78,8 +75,7 @@ class Container:
     def command(self, module: Sequence[str]) -> list[str]:
         """Return the command that runs ``python -m module`` inside, with the image's own Python.
 
-        The run's code is the only folder of the host on its path. Packages below the user's home are left out: they
-        were made for another Python.
+        Of the host only the run's code is on its path. Packages below the user's home were made for another Python.
         """
         inside = ["env", f"PYTHONPATH={self.code}", "PYTHONNOUSERSITE=1", "python3", "-P", "-m", *module]
         if self.is_a_step:
@@ -101,10 +97,9 @@ class Container:
 
 
 def outermost(folders: Iterable[str | Path]) -> tuple[str, ...]:
-    """Return those of ``folders`` that exist and lie in no other one, as absolute paths.
+    """Return those of ``folders`` that exist and lie in no other one, as absolute paths. Symbolic links are kept.
 
-    Symbolic links are kept: ranks use the paths as they are given. Raises ConfigError for a path that no mount can
-    name.
+    Raises ConfigError for a path that no mount can name.
     """
     paths = {fsio.expand(folder).absolute() for folder in folders}
     mounted: list[Path] = []

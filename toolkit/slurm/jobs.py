@@ -69,8 +69,7 @@ class JobRow:
     def is_half_requeued(self) -> bool:
         """True if the first component is in the queue again, and others run: Slurm will never start it.
 
-        Slurm (22.05) requeues it alone when it takes its only node for lost. If the node lives, the batch script ends,
-        and with it the other components.
+        Slurm (22.05) requeues it alone when it takes its only node for lost.
         """
         return self.state != "RUNNING" and any(other.state == "RUNNING" for other in self.others)
 
@@ -312,10 +311,7 @@ def _exit_code(text: str | None) -> int | None:
 
 
 def rows_in(text: str) -> list[str]:
-    """Return the rows of squeue or sacct, without what a site's wrapper prints around them.
-
-    Raises SlurmError for other output without any row: no job is known to be gone then.
-    """
+    """Return the rows of squeue or sacct, without what a site's wrapper prints. Raises SlurmError if that is all."""
     rows = [line for line in text.splitlines() if re.match(r"\s*[0-9]+[^|\s]*\s*\|", line)]
     if text.strip() and not rows:
         raise SlurmError(f"Slurm printed no rows of jobs but {text.strip()[:200]!r}")

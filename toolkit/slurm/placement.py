@@ -133,11 +133,10 @@ def rank_environment(placement: Placement) -> dict[str, str]:
 
 
 def launch_key(environ: Environ) -> str | None:
-    """Return a name that all ranks of this launch derive, and no other launch.
+    """Return a name for the rendezvous that all ranks of this launch derive, and no other launch; None without.
 
-    Return None if there is none. It keys a rendezvous without a supervisor. It holds the port and address that this
-    step's srun listens on, because job ids start at 1 again in a fresh cluster and two steps of a job run side by side.
-    Plain MPICH passes nothing unique.
+    It holds the port and address that this step's srun listens on, because job ids start at 1 again in a fresh cluster
+    and two steps of a job run side by side. Plain MPICH passes nothing unique.
     """
     if _is_torchrun(environ):
         return _join_key("torchrun", environ, TORCHRUN.key)

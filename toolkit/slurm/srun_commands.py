@@ -95,8 +95,7 @@ def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) 
 def salloc_argv(options: Sequence[str], command: Sequence[str], *, is_terminal: bool) -> list[str]:
     """Return the command line that asks Slurm for nodes and runs ``command`` on the first one.
 
-    It runs as the job's interactive step, which has all of its node and leaves all to the steps that it starts itself:
-    srun inside it starts tasks on all nodes of the job.
+    It is the job's interactive step: srun inside it starts tasks on all nodes of the job.
     """
     pty = ["--pty"] if is_terminal else []
     return ["salloc", *options, "srun", "--interactive", "--preserve-env", *pty, *command]

@@ -23,12 +23,12 @@ from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.rank import main as rank
-from toolkit.run.records import ownership
+from toolkit.run.records import ownership, stop_request
+from toolkit.run.records.stop_request import Intent
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import attach
 from toolkit.run.submission.resume import resume
 from toolkit.slurm import commands
-from toolkit.slurm.placement import Placement
 
 PLACE = ProcessIdentity.of(os.getpid()).birth.rpartition(":")[0]
 BOOT = PLACE.partition(":")[0]
@@ -88,6 +88,19 @@ def test_nobody_says_that_a_process_is_gone_which_is_there(
     assert run.result() is None
 
 
+def test_a_supervisor_that_ends_while_it_is_asked_to_stop_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_ended(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    run = make_run(tmp_path, state="running")
+    owned_by(run, os.getpid())
+    monkeypatch.setattr(os, "kill", has_ended)
+    attach(run).stop()
+    assert stop_request.asked(run) is Intent.STOP
+
+
 @pytest.mark.parametrize("birth", ["another-boot:1:2", f"{PLACE}:2"])
 def test_a_process_that_got_the_pid_of_a_dead_supervisor_is_left_alone(tmp_path: Path, birth: str) -> None:
     """Also after the machine's new start, and under another name: it is this machine's boot that counts."""
@@ -110,8 +123,7 @@ def begin(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
     """Make this process rank 0 of a run, without a supervisor. Return its number."""
     monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(run.path))
     monkeypatch.setenv(rundir.OWNER_VARIABLE, "")
-    place = Placement(0, 1, 0, 1, 0, 1, "here", "alone")
-    rank._prepare_unsupervised(JobConfig(), place)
+    rank._open_run(JobConfig())
     return int(os.environ[rundir.OWNER_VARIABLE])
 
 
@@ -168,7 +180,7 @@ def test_a_step_of_a_requeued_job_goes_on_with_its_run(tmp_path: Path, monkeypat
         monkeypatch.setenv("SLURM_TASK_PID", str(task))
         monkeypatch.setenv("SLURM_STEP_ID", step)
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        rank._prepare_unsupervised(JobConfig(**changes), Placement(0, 1, 0, 1, 0, 1, "here", "srun"))
+        rank._open_run(JobConfig(**changes))
         return os.environ[rundir.RUN_DIR_VARIABLE]
 
     first, other = begun("0", "0"), begun("1", "0")

@@ -98,9 +98,9 @@ class Attempt:
     # --------------------------------------------------------------------------------------------- stopping and killing
 
     def ask_to_stop(self, stop: Stop) -> bool:
-        """Take a reason for a stop. Return whether the ranks are still to be asked.
+        """Take a reason for a stop; return whether the ranks are still to be asked.
 
-        The first reason counts. There are two exceptions: a user's request replaces any other, and any replaces a move.
+        The first reason counts, but a user's request replaces any other, and any replaces a move.
         """
         if self.stop in (None, Stop.MOVE):
             self.stop, self.stop_asked = stop, time.time()
@@ -176,10 +176,7 @@ class Attempt:
         self.ended = time.time()
 
     def note_gain(self, step_saved: int | None, gained_s: float) -> None:
-        """Note the newest checkpoint that is left, and the seconds that count as gained.
-
-        The ranks' clock measured them, and this node's the attempt's length; it may have been set meanwhile.
-        """
+        # The ranks' clock measured the gain, and this node's the attempt's length; it may have been set meanwhile.
         self.step_saved, self.gained_s = step_saved, max(0.0, min(gained_s, self.ended - self.started))
 
     def note_gone(self, ranks: Collection[int]) -> None:
@@ -197,10 +194,7 @@ class Attempt:
 
     @property
     def all_reachable_have_ended(self) -> bool:
-        """True if a node is lost and every rank on the other nodes has ended.
-
-        Ranks on lost nodes cannot be waited for. All other ranks must be gone before the next attempt.
-        """
+        """True if a node is lost, whose ranks cannot be waited for, and every rank on the other nodes has ended."""
         # Asked after each event, so the common case is cheap.
         running, lost = self._still_running, self.lost_nodes
         return bool(lost) and len(running) <= len(lost) and running.keys() <= lost

@@ -50,7 +50,6 @@ class Journal:
         self.staging: tuple[str, ...] = ()  #: what was copied to the nodes, in lines
 
     def note_staging(self, text: str) -> None:
-        """Note what was copied to the nodes."""
         self.staging = (*self.staging, text)
 
     def read(self) -> None:
@@ -74,10 +73,7 @@ class Journal:
         return self._number
 
     def begin(self, row: JobRow | None) -> Start:
-        """Return the times that led to the attempt that begins now. Call it once for each attempt.
-
-        ``row`` is this job in Slurm.
-        """
+        """Return the times that led to the attempt that begins now. Call it once for each. ``row`` is this job."""
         now, earlier = time.time(), self.lines
         best = max((line.step_end or 0 for line in earlier), default=0)
         ended = earlier[-1].ended if earlier else None
@@ -94,10 +90,7 @@ class Journal:
         return Start(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
 
     def _account(self, attempt: Attempt, until: float) -> dict[str, Any]:
-        """Return the keys of a record that say where the time went up to ``until``.
-
-        Those of a left-over attempt are copied from its status.
-        """
+        """Return the keys of a record that say where the time went up to ``until``; of a left-over attempt its own."""
         start = attempt.start
         if start is None:
             left = attempt.left_over
@@ -197,10 +190,7 @@ class Journal:
         self._run.write_result(result)
 
     def announce(self) -> None:
-        """Note in the status that this supervisor has the run now.
-
-        Processes that an earlier supervisor has left on other nodes then end.
-        """
+        """Note in the status that this supervisor has the run now. What an earlier one has left on nodes then ends."""
         status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
             if status.state is not None:

@@ -24,8 +24,8 @@ MOST_LINKS = 4
 def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
     """Return the nodes that are at fault where ranks could not be started. ``hosts`` are by rank.
 
-    The nodes are not at fault where more than half of them failed: then a folder is missing, or a path is wrong. Nor
-    are they after requeues for bad nodes that were all in vain, nor in a job that is being ended.
+    None is where more than half of them failed: then a folder is missing, or a path is wrong. None is either after
+    requeues for bad nodes that were all in vain, or in a job that is being ended.
     """
     unfit = {failure.host for failure in facts.failures if failure.at_launch and failure.rank is not None}
     is_common = len(unfit) > len({*hosts}) / 2
@@ -112,10 +112,9 @@ def _judge_timeout(facts: Facts) -> Verdict:
 
 
 def _judge_told_to_end(facts: Facts) -> Verdict:
-    """Give up after SIGTERM if Slurm does not answer or is absent.
+    """Give up after SIGTERM if Slurm does not answer or is absent: a requeue could revive a cancelled run.
 
-    A requeue could revive a cancelled run. If it was a preemption after all, Slurm restarts the job itself, and the
-    restarted job finds this run.
+    After a preemption Slurm restarts the job itself, and the restarted job finds this run.
     """
     if facts.slurm is JobFate.RUNNING:
         return _requeue(facts, Cause.STOPPED, f"told to end by a signal{_at(facts)}; {_kept(facts)}")
@@ -191,8 +190,7 @@ def _less_memory(facts: Facts, first: RankFailure | None) -> str:
 def _cut_off(facts: Facts) -> str | None:
     """Return the node that is an end of all failed connections, if there is one.
 
-    Return None where several nodes may be at fault. For a single connection it is the end that comes later in the
-    attempt. The job can go on without either end, and the batch host, where the ranks meet, comes first.
+    Of a single connection it is the end that comes later in the attempt: the batch host, where ranks meet, is first.
     """
     links = {frozenset(link) for link in facts.cut_links}
     ends = frozenset.intersection(*links) if links else frozenset[str]()

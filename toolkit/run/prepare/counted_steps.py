@@ -134,9 +134,9 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _goes_by(node: ast.AST) -> Iterator[str]:
-    """Yield the names that the sense of a loop depends on: in remainders, in comparisons, and as arguments.
+    """Yield the names that decide what a loop does: in remainders, in comparisons, and as arguments.
 
-    One that is compared with a number only waits for the program to be warm, and shall do so after each start.
+    One that is compared with a literal number only waits for the program to warm up, as it should after each start.
     """
     parts: list[ast.expr] = []
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):

@@ -1,8 +1,4 @@
-"""Makes a run: its folder, a copy of the sources, and its config.
-
-First the config is checked, what the site allows, and the source of the job. Its paths are made to mean the same in
-every folder.
-"""
+"""Checks the config of a new run, and makes the run: its folder, a copy of the sources, and its config."""
 
 from __future__ import annotations
 
@@ -35,9 +31,9 @@ LEAST_FREE_BYTES = 16 << 20
 
 
 def load(config: str | Path | None, overrides: configs.Overrides, project: Path, *, sweep: bool = False) -> JobConfig:
-    """Return the config of a run to be submitted. A plain script becomes the command of a foreign job. See load_config.
+    """Return the config of a run to be submitted, see load_config.
 
-    A plain script is one that knows nothing of the toolkit: it runs as under torchrun.
+    A script that knows nothing of the toolkit becomes the command of a foreign job: it runs as under torchrun.
     """
     loaded = configs.load_config(config, overrides, project=project, sweep=sweep)
     if configs.is_plain(loaded.job, project):
@@ -152,10 +148,9 @@ _RESERVED = "%\\:"
 
 
 def refuse_unfit(runs: Path) -> None:
-    """Raise RequestError where the path of a folder or of Python fits no job's script.
+    """Raise RequestError where the folder ``runs``, the current one or Python has a path that fits no job's script.
 
-    The folders are ``runs``, for the runs, and the current one. All other characters are quoted where a shell or sbatch
-    reads them. A line break would end an ``#SBATCH`` line.
+    All other characters are quoted where a shell or sbatch reads them. A line break would end an ``#SBATCH`` line.
     """
     for what, path, reserved, remedy in (
         ("the folder for runs", runs, _RESERVED, "choose another: set TOOLKIT_RUNS"),

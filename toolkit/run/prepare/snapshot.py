@@ -204,19 +204,16 @@ def needed_elsewhere() -> frozenset[str]:
 
 
 def environment(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables under which Python imports from ``code`` first.
-
-    Without PYTHONSAFEPATH ``python -m`` would put the current folder, usually the edited checkout, before it.
-    """
+    """Return the variables under which Python imports from ``code`` first."""
+    # Without PYTHONSAFEPATH `python -m` would put the current folder, usually the edited checkout, before it.
     paths = [str(code), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def job_environment(run: RunDir, environ: Mapping[str, str], token: str | None = None) -> dict[str, str]:
-    """Return the variables of a job that serves ``run``.
+    """Return the variables of a job that serves ``run``, where it has ``environ`` already.
 
-    They name its sources, the folder for runs, the user's umask, and its submission's token. ``environ`` are the
-    variables that the job has already. ``token`` is None for a job that has its token already.
+    ``token``: of its submission; None for a job that has it already.
     """
     values = {**environment(run.code, environ), "TOOLKIT_RUNS": str(run.path.parent.parent)}
     values[fsio.UMASK_VARIABLE] = fsio.users_umask()
@@ -345,10 +342,9 @@ class _ProjectFiles:
 
 
 def _names_by_git(folder: Path) -> Iterable[str]:
-    """Return the names that git tracks and would track.
+    """Return the names that git tracks and would track: files, links, and folders that are repositories themselves.
 
-    They are files, links, and folders that are repositories of their own. Return none where git lists nothing (a folder
-    that a repository around it ignores) or refuses (a folder that belongs to another user).
+    Return none where git lists nothing (an ignored folder) or refuses (a folder of another user).
     """
     # One call, so that there is no list without the other.
     listed = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard", "-z") or ""

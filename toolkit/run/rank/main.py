@@ -183,8 +183,7 @@ def joined(name: str | None = None) -> JobConfig:
 def _program() -> str:
     """Return the script, or the module, that this process was started with, as ``job`` of a config.
 
-    What does not itself call ``toolkit.start()``, such as submitit or a notebook, would do something else when it is
-    started again: ``CALLED_JOB`` stands for it.
+    It is ``CALLED_JOB`` where that does not itself call ``toolkit.start()``, such as submitit or a notebook.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     job = sys.argv[0] if spec is None else str(spec.name)

@@ -101,10 +101,7 @@ def _place_of(error: BaseException, source: Path, folders: tuple[Path, ...]) -> 
 
 
 def job_class(module: ModuleType) -> Any:
-    """Return the one class of a job's module that derives from ``toolkit.Job``, if any.
-
-    Its own base classes are ignored. Raises ConfigError for several.
-    """
+    """Return the class of a job's module that derives from ``toolkit.Job``, if any. Raises ConfigError for several."""
     base: Any = toolkit.Job  # looked up here: it imports torch
     own = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
     above = {parent for kind in own for parent in kind.__bases__}
@@ -116,10 +113,7 @@ def job_class(module: ModuleType) -> Any:
 
 
 def params_of(kind: type, config: JobConfig) -> Any:
-    """Return the config's ``params`` as the dataclass ``Params`` of the job's module.
-
-    A module without ``Params`` uses that of the class from which its own class derives. Return None if none has one.
-    """
+    """Return the config's ``params`` as the ``Params`` of the job's module or that of a base class; None without."""
     base: Any = toolkit.Job
     modules = [sys.modules[parent.__module__] for parent in kind.__mro__ if issubclass(parent, base)]
     params = next((module.Params for module in modules if hasattr(module, "Params")), None)

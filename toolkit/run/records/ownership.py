@@ -76,9 +76,9 @@ def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
 
 
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
-    """Return the run's current job and its status.
+    """Return which of a run's ``jobs`` is the current one, with its status.
 
-    ``jobs`` are a run's. The present one is the first that is not over, else the last that Slurm knows.
+    It is the first that is not over, else the last that Slurm knows.
     """
     known = [(job, answers.get(job)) for job in jobs]
     unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
@@ -125,10 +125,9 @@ def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
 
 
 def take(run: RunDir, before: int) -> int:
-    """Take the run for a new submission, and return the submission's number.
+    """Take the run for a new submission; return its number, the first free one after ``before``.
 
-    It is the first free number after ``before``. Raises TakenError where another process has taken the run since
-    ``before`` was read.
+    Raises TakenError where another process has taken the run since ``before`` was read.
     """
     number = before + 1
     while not run.take_number(number):
@@ -174,9 +173,9 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
 def submit_as(
     run: RunDir, executor: str, number: int, token: str | None = None, *, serves: bool = False
 ) -> OwnerRecord:
-    """Record that a new submission owns the run; its ``number`` is from :func:`take`.
+    """Record that a new submission owns the run, with the ``number`` of :func:`take` and the ``token`` of its array.
 
-    ``token`` is that of a sweep's array, whose runs share it. ``serves``: this process is a rank without a supervisor.
+    ``serves``: this process is a rank without a supervisor.
     """
     process, cluster = _this_process(run), cluster_name.name_here() if executor == "slurm" else ""
     owner = OwnerRecord(number, token or secrets.token_hex(8), executor, serves=serves, cluster=cluster, **process)
@@ -291,8 +290,8 @@ class Claim:
 def _may_serve(owner: OwnerRecord, allocation: Allocation, token: str | None) -> bool:
     """True if the job may serve the run of ``owner``.
 
-    The present job may, started again, and so may the submission's jobs that have not served yet. A process that was
-    not submitted, which has neither job nor token, may serve as well.
+    The current job may, restarted, and so may the submission's jobs that have not served yet, and a process that was
+    not submitted, which has neither job nor token.
     """
     job_id = allocation.job_id
     if token is not None and token != owner.token:

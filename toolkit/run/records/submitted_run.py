@@ -186,10 +186,9 @@ class SubmittedRun:
         return replace(jobs, ids=(self.job_id,))
 
     def is_over(self, show_jobs: ShowJobs | None = None) -> bool:
-        """True if no process can write this run's result any more.
+        """True if no process can write this run's result any more; False where Slurm does not answer.
 
-        False where Slurm does not answer. ``show_jobs`` may use an earlier answer of Slurm; without it Slurm is asked
-        now.
+        ``show_jobs`` may use an earlier answer of Slurm; without it Slurm is asked now.
         """
         return self.standing(show_jobs).is_over
 
@@ -208,10 +207,7 @@ class SubmittedRun:
 
 
 def submitter_of(run: RunDir) -> tuple[str, str]:
-    """Return the executor of a run, and its job at submission.
-
-    Raises RequestError for a run that was never submitted.
-    """
+    """Return the executor of a run, and its job at submission. Raises RequestError for one never submitted."""
     owner, jobs = run.owner(), ownership.jobs_of(run)
     if ownership.is_being_submitted(run, owner):
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
@@ -296,10 +292,7 @@ def of(run: RunDir) -> RunJobs:
 
 
 def original_of(run: RunDir, owner: OwnerRecord | None) -> Path | None:
-    """Return the folder of which the run's folder is a copy; None if it is none.
-
-    That is where the owner took the run, if the same submission of the run is still there.
-    """
+    """Return the folder of which the run's is a copy: where its owner took it, if that submission is still there."""
     if owner is None or not owner.path or _is_same(Path(owner.path), run.path):
         return None
     there = RunDir(Path(owner.path)).owner()

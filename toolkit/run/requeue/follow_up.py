@@ -199,8 +199,8 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobFate]:
     """Return the fates of the job that last served the run, and of the ``predecessors`` that have not served it.
 
-    A predecessor in between may have been preempted before it could check the jobs before it. One that has handed the
-    run on was judged by the next job, and after days Slurm tells less of it.
+    Those may have been preempted before they could check the jobs before them. One that has passed the run on was
+    judged by the next job, and after days Slurm tells less of it.
     """
     served, owner = ownership.jobs_of(run)[:1], run.owner()
     earlier = () if owner is None else owner.jobs[:-1]
@@ -265,10 +265,9 @@ _TAKEN_AWAY = (JobFate.PREEMPTED, JobFate.REQUEUED, JobFate.TIMEOUT, JobFate.NOD
 
 
 def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
-    """Write the result of a run that has ended, if its last job could not.
+    """Write the result of a run that has ended, if its last job could not, and cancel the other follow-up jobs.
 
-    Also cancel the follow-up jobs behind this job, ``job_id``. Leave alone a run that a user has resumed meanwhile: it
-    has another ``token``.
+    Leave alone a run that a user has resumed meanwhile: it has another ``token``.
     """
     owner = run.owner()
     if owner is None or owner.token != token:

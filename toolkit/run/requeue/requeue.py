@@ -217,8 +217,8 @@ def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool
 def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) -> bool:
     """Put this job back into the queue when its supervisors were killed one after the other.
 
-    The next start records the attempt with this error as its cause, and gives up after ``retry.max_requeues`` requeues
-    without a new checkpoint. Where there was no attempt yet, nothing could count them: then the run ends here.
+    The next start records the attempt with this error as its cause, which counts for ``retry.max_requeues``. Without an
+    attempt nothing could count: then the run ends here.
     """
     if run.left_over() is None:
         return False

@@ -139,14 +139,12 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             if _may_expedite(config):
                 flags["requeue"] = "expedite"
             # Wait for the current jobs of the runs that come first. Whether that is enough, the run finds out itself.
-            waits_for = run.after()
-            jobs: Sequence[str] = ()
-            if waits_for is not None:
+            if (waits_for := run.after()) is not None:
                 from toolkit.plugins.sweep import awaited
 
-                jobs = awaited.outlook(waits_for, Slurm().show_jobs).jobs
-            if jobs:
-                flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), f"afterany:{':'.join(jobs)}"]))
+                if jobs := awaited.outlook(waits_for, Slurm().show_jobs).jobs:
+                    theirs = f"afterany:{':'.join(jobs)}"
+                    flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), theirs]))
             executor.update_parameters(**parameters)
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except MaybeQueuedError as error:
@@ -253,10 +251,9 @@ def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _ignoring_the_terminal() -> Iterator[None]:
-    """Start children that ignore Ctrl-C and a closing terminal.
+    """Start children that ignore Ctrl-C and a closing terminal, which the waiting caller handles.
 
-    submitit's controller would kill the supervisor one second after Ctrl-C, with everything unsaved. The waiting caller
-    handles both, and tells the supervisor.
+    submitit's controller would kill the supervisor one second after Ctrl-C, with everything unsaved.
     """
     if threading.current_thread() is not threading.main_thread():  # handlers can be set only there
         yield

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -160,10 +161,17 @@ class Run(SubmittedRun):
         Raises RequestError for a local run whose process cannot be seen from here, unless the caller knows that it
         ``is_gone`` with its machine or container.
         """
-        if is_gone:
-            self._end_gone()
-        else:
+        if not is_gone:
             self._end(Intent.CANCEL)
+            return
+        if self.unseen() is None:
+            state = "is over" if self.is_over() else "has a job or process that can be asked"
+            raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
+        self.is_elsewhere()  # raises
+        # As a new owner: a process that lives in spite of all notices that, and ends.
+        ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
+        stop_request.ask(self.dir, Intent.CANCEL)
+        self._write_ended(Intent.CANCEL)
 
     def resume(self, overrides: Overrides = (), *, code: bool = False) -> Run:
         """Submit the ended run again, from its last checkpoint, with ``overrides`` of its config from now on.
@@ -230,7 +238,8 @@ class Run(SubmittedRun):
             owner = self.dir.owner()
             # Else it finds the request at its start.
             if owner is not None and owner.serves and owner.process.life() is Life.ALIVE:
-                os.kill(owner.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(owner.pid, signal.SIGTERM)
             is_over = self.is_over()
         # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, self.dir.owner()):
@@ -271,17 +280,6 @@ class Run(SubmittedRun):
         if any(status.state == "COMPLETING" for status in left):
             return None
         return all(map(ownership.waits, left))
-
-    def _end_gone(self) -> None:
-        """Write the result of a run whose process cannot be seen from here."""
-        if self.unseen() is None:
-            state = "is over" if self.is_over() else "has a job or process that can be asked"
-            raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
-        self.is_elsewhere()  # raises
-        # As a new owner: a process that lives in spite of all notices that, and ends.
-        ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
-        stop_request.ask(self.dir, Intent.CANCEL)
-        self._write_ended(Intent.CANCEL)
 
     def _write_ended(self, what: Intent) -> None:
         """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""

@@ -114,10 +114,9 @@ def _refuse_ended_job(allocation: Allocation) -> None:
 
 
 def _served_before(allocation: Allocation) -> RunDir | None:
-    """Return the run that this command began before Slurm restarted the job.
+    """Return the run that this command, one of perhaps several, began before Slurm restarted the job.
 
-    A batch script may have several commands. One whose words are others now, such as a date, goes on with the job's
-    last run, unless that has ended.
+    A command whose words have changed, such as a date, continues the job's last run, unless that has ended.
     """
     if allocation.job_key is None or not allocation.restart_count:
         return None

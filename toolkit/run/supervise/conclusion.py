@@ -202,8 +202,8 @@ def _facts(context: Context, attempt: Attempt, fate: JobFate) -> Facts:
 def _has_stopped_cleanly(context: Context, attempt: Attempt) -> bool:
     """True if all ranks have stopped, and what they had made is saved.
 
-    The exit code alone does not say so: code of the user may end with the same one. A stop is reported by rank 0 when
-    it is committed. Its last report may have been lost; then the checkpoint tells. Of a script nothing more is known.
+    The user's code may end with the same exit code. Rank 0 reports a stop when it is committed. Its last report may
+    have been lost; then the checkpoint tells. Of a script nothing more is known.
     """
     if not attempt.stopped or attempt.failures or attempt.lost_nodes:
         return False

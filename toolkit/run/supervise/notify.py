@@ -16,7 +16,6 @@ from toolkit import config as configs
 from toolkit.base import logs, reading
 from toolkit.base.errors import ToolkitError
 from toolkit.base.process_limits import limits
-from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.start.children import open_log, start_child
 from toolkit.nodes.start.foreign import without_snapshot
@@ -30,7 +29,18 @@ def notify(run: RunDir) -> None:
     try:
         result, command = run.result(), configs.load_config(run.config, site=False).notify
         if command and result is not None:
-            log.info("notify: %s %s", command[0], _call(run, command, _environ(run, result)))
+            # Without its job's variables the command may submit another job. Without TOOLKIT_RUN_DIR, too: that job
+            # would find it, and continue in the ended run's folder.
+            environ = {
+                **without_snapshot(submit_environment(os.environ), run.code),
+                "TOOLKIT_RUNS": str(run.path.parent.parent),
+                "TOOLKIT_NAME": run.name,
+                "TOOLKIT_RUN": run.id,
+                "TOOLKIT_FOLDER": str(run.path),
+                "TOOLKIT_STATE": result.state,
+                "TOOLKIT_WHY": result.why or "",
+            }
+            log.info("notify: %s %s", command[0], _call(run, command, environ))
     except (OSError, ToolkitError) as error:
         log.warning("notify: the command could not be called: %s", error)
 
@@ -50,19 +60,3 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return "is done" if code == 0 else f"failed with exit code {code}; its output: {output.name}"
-
-
-def _environ(run: RunDir, result: RunResult) -> dict[str, str]:
-    """Return the supervisor's variables without its job's, so that the command may submit another job.
-
-    Without ``TOOLKIT_RUN_DIR``, too: a job that it submits would find that, and continue in the ended run's folder.
-    """
-    return {
-        **without_snapshot(submit_environment(os.environ), run.code),
-        "TOOLKIT_RUNS": str(run.path.parent.parent),
-        "TOOLKIT_NAME": run.name,
-        "TOOLKIT_RUN": run.id,
-        "TOOLKIT_FOLDER": str(run.path),
-        "TOOLKIT_STATE": result.state,
-        "TOOLKIT_WHY": result.why or "",
-    }

@@ -124,8 +124,7 @@ class StopPath:
     def take_ranks_signal(self) -> None:
         """Stop because the ranks of a script have got SIGTERM, if Slurm ends the job.
 
-        A preemption with grace time tells the ranks alone. The toolkit's own ranks agree by themselves. What somebody
-        else has signalled by scancel is between them and the script.
+        A preemption with grace time signals the ranks alone. A signal by scancel is for the script.
         """
         if self._context.is_foreign and self._attempt.stop is None and not self._context.job.state().is_left_alone:
             log.warning("Slurm ends the job, and has sent the ranks SIGTERM")
@@ -155,10 +154,9 @@ class StopPath:
             self._ask_slurm_at = min(self._ask_slurm_at, at)
 
     def leave_the_rest_to_slurm(self) -> None:
-        """Wait no longer for ranks once Slurm is about to kill this process.
+        """Wait no longer for ranks once Slurm is about to kill this process, whose verdict would then be lost.
 
-        KillWait after it has told a job to end, Slurm kills all that is left of it, this process too; its verdict would
-        then be lost. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
+        It does so KillWait after SIGTERM. (A rank whose SIGTERM came between fork and exec lives, and srun waits.)
         """
         if self._ask_slurm_at is None or time.monotonic() < self._ask_slurm_at:
             return

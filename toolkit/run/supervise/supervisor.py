@@ -135,10 +135,7 @@ class Supervisor:
         copying.wait(() if plan is None else plan.hosts, self._events)
 
     def _watch_for_request(self) -> None:
-        """Look for a user's request to end, and put it into the queue.
-
-        No signal is sent: the process that Slurm could signal may be a batch script's shell, which would die of it.
-        """
+        """Look for a user's request to end: no signal comes, as it could end a batch script's shell."""
         while not self._is_over.wait(REQUEST_EVERY_S):
             with suppress(OSError):  # a file server may be away
                 if stop_request.asked(self._run) is not None:
