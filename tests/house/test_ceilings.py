@@ -17,18 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_530,  # 80 more: all times and sizes stand in one file, with their meaning
-    "files of toolkit/": 389,  # the file of all times
-    "classes of toolkit/": 684,
-    "functions of toolkit/": 4921,
-    "lines of the core": 47_416,  # 107 more: as above
-    "files of the core": 264,
-    "lines of plugins": 24_114,
-    "files of plugins": 125,
+    "lines of toolkit/": 68_118,
+    "files of toolkit/": 382,
+    "classes of toolkit/": 667,
+    "functions of toolkit/": 4608,
+    "lines of the core": 45_343,
+    "files of the core": 260,
+    "lines of plugins": 22_775,
+    "files of plugins": 122,
     "hooks": 0,
-    "lines of tests/": 83_652,  # 80 more: a test asks for the fixture that changes limits
-    "tests' setattr of a constant": 19,
-    "words of docs": 74_800,
+    "lines of tests/": 83_778,  # 206 more: a test for each of fourteen faults, and the fixture that changes limits
+    "tests' setattr of a constant": 9,
+    "words of docs": 74_780,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")
