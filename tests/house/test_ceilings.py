@@ -17,17 +17,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 68_118,
+    "lines of toolkit/": 68_117,
     "files of toolkit/": 382,
     "classes of toolkit/": 667,
     "functions of toolkit/": 4608,
-    "lines of the core": 45_343,
+    "lines of the core": 45_342,
     "files of the core": 260,
     "lines of plugins": 22_775,
     "files of plugins": 122,
     "hooks": 0,
-    "lines of tests/": 83_778,  # 206 more: a test for each of fourteen faults, and the fixture that changes limits
-    "tests' setattr of a constant": 9,
+    "lines of tests/": 83_775,  # 206 more: a test for each of fourteen faults, and the fixture that changes limits
+    "tests' setattr of a constant": 0,
     "words of docs": 74_780,
 }
 #: How one part would be asked for by a name, past every reader and type checker.

@@ -221,13 +221,12 @@ def test_what_comes_in_at_the_edge_of_a_shifted_image_is_black(tmp_path: Path, m
 def fake_download(monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
     from torchvision.datasets import MNIST
 
-    def download(root: Any, train: bool = True, download: bool = False) -> None:
+    def download(_: MNIST, root: Any, train: bool = True, download: bool = False) -> None:
         assert download
         print("Downloading")
         write(Path(root) / "MNIST")
 
-    download.mirrors = MNIST.mirrors  # type: ignore[attr-defined]
-    monkeypatch.setattr("torchvision.datasets.MNIST", download)
+    monkeypatch.setattr(MNIST, "__init__", download)
 
 
 def test_fetch_moves_a_whole_download_into_place(

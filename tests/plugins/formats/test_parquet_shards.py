@@ -25,7 +25,6 @@ from toolkit.base.errors import ConfigError, DataMissingError, JobFailedError
 from toolkit.data.loader import Loader
 from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import stacked
-from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.dataset import ShardedData
 from toolkit.plugins.formats.shards.parquet import ParquetFormat
 from toolkit.plugins.formats.shards.raw_tokens import RawTokens
@@ -416,14 +415,13 @@ def members_of(first: int, count: int) -> list[tuple[str, bytes]]:
     return [
         (f"{i:06d}.{kind}", content)
         for i in range(first, first + count)
-        for kind, content in (("jpg", bytes([i]) * (i % 7)), ("cls", str(i).encode()))
+        for kind, content in (("jpg", bytes([i]) * (500_000 + i % 7)), ("cls", str(i).encode()))
     ]
 
 
 @pytest.fixture
-def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tars(tmp_path: Path) -> Path:
     """Write two tars of 30 samples, in blocks of about 8."""
-    monkeypatch.setattr(index, "BLOCK_BYTES", 16 << 10)
     for number in range(2):
         write_tar(tmp_path / f"shard-{number}.tar", members_of(30 * number, 30))
     return tmp_path
@@ -544,9 +542,9 @@ def test_an_error_of_a_transform_names_the_member(tars: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_windows_of_tokens_are_slices_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(index, "BLOCK_BYTES", 256)
-    sizes, length = [1000, 65, 64, 999], 64
+def test_windows_of_tokens_are_slices_of_the_files(tmp_path: Path, dtype: str) -> None:
+    length = 1 << 18  # windows of 0.5 or 1 MiB, of which a block has 8 or 4
+    sizes = [15 * length + 40, length + 1, length, 15 * length + 39]
     files = [np.random.default_rng(number).integers(0, 60000, size).astype(dtype) for number, size in enumerate(sizes)]
     for number, tokens in enumerate(files):
         tokens.tofile(tmp_path / f"tokens-{number:05d}.bin")
@@ -554,12 +552,12 @@ def test_windows_of_tokens_are_slices_of_the_files(tmp_path: Path, monkeypatch: 
     starts = [(tokens, at) for tokens in files for at in range(0, len(tokens) - length, length)]
     assert len(data) == len(starts) == 15 + 1 + 0 + 15
     inputs, targets = data.batch(np.arange(len(data)))
-    assert inputs.tolist() == [tokens[at : at + length].tolist() for tokens, at in starts]
-    assert targets.tolist() == [tokens[at + 1 : at + length + 1].tolist() for tokens, at in starts]
+    assert np.array_equal(inputs, [tokens[at : at + length] for tokens, at in starts])
+    assert np.array_equal(targets, [tokens[at + 1 : at + length + 1] for tokens, at in starts])
     assert torch.equal(data[30][1], targets[30])
     loader = Loader(data, global_batch_size=31, seed=0, share=Share(0, 1))
     assert sorted(loader.at(0).inputs[:, 0].tolist()) == sorted(inputs[:, 0].tolist())
-    assert RawTokens(tmp_path, 32, dtype=dtype).fingerprint() != data.fingerprint()
+    assert RawTokens(tmp_path, length // 2, dtype=dtype).fingerprint() != data.fingerprint()
 
 
 def test_token_files_of_another_dtype_or_with_other_tokens_are_noticed(tmp_path: Path) -> None:

@@ -23,16 +23,13 @@ pytest.importorskip("mpi4py")
 @pytest.fixture
 def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the calls of Finalize, for an MPI that is open."""
-    from toolkit.plugins.mpi.backend import group
+    from mpi4py import MPI
 
     calls: list[str] = []
 
-    class Opened:
-        Is_initialized = staticmethod(lambda: True)
-        Is_finalized = staticmethod(lambda: bool(calls))
-        Finalize = staticmethod(lambda: calls.append("Finalize"))
-
-    monkeypatch.setattr(group, "MPI", Opened)
+    monkeypatch.setattr(MPI, "Is_initialized", lambda: True)
+    monkeypatch.setattr(MPI, "Is_finalized", lambda: bool(calls))
+    monkeypatch.setattr(MPI, "Finalize", lambda: calls.append("Finalize"))
     return calls
 
 

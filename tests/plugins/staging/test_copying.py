@@ -15,7 +15,7 @@ import sys
 import tarfile
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -516,16 +516,21 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(
 WHOLE = NodeStaged({"/data": "/tmp/copy"}, (), (), 1.5)
 
 
-def printing(text: str) -> tuple[str, ...]:
-    return sys.executable, "-I", "-S", "-c", f"print({text!r})"
+class Printing(Helpers):
+    texts: list[str]
+
+    def ask(self, command: Sequence[str], *arguments: Any, **options: Any) -> None:
+        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        super().ask((sys.executable, "-I", "-S", "-c", f"print({text!r})"), *arguments, **options)
 
 
 class Serving:
-    """The part of an agent that keeps copies, and the messages that it sends."""
+    """The part of an agent that keeps copies, and the messages that it sends. Its helpers print ``texts`` in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, *texts: str) -> None:
         self.selector = selectors.DefaultSelector()
-        self.helpers = Helpers(self.selector)
+        self.helpers = Printing(self.selector)
+        self.helpers.texts = [*texts]
         self.copies: dict[str, str] = {}
         self.is_held = False
         self.sent: list[Message] = []
@@ -561,10 +566,9 @@ class Serving:
     ids=["cut off", "a list", "null", "no object", "no text", "deep"],
 )
 def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
-    text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(copies, "COPY_COMMAND", printing(text))
-    agent = Serving()
+    agent = Serving(text)
     agent.keeper.stage(StageOrder({}, 60.0))
     agent.serve()
     assert (agent.copies, agent.is_held) == ({}, False)  # the ranks need not wait
@@ -579,12 +583,8 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
     ("text", "left"),
     [(json.dumps({"/data": "/tmp/copy"}), {"/data": "/tmp/copy"}), ("{}", {}), ('{"/data": "/t', {}), ("3", {})],
 )
-def test_without_a_certain_answer_no_copy_is_used(
-    text: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
-) -> None:
-    monkeypatch.setattr(copies, "COPY_COMMAND", printing(json.dumps(WHOLE.to_json())))
-    monkeypatch.setattr(copies, "CHECK_COMMAND", printing(text))
-    agent = Serving()
+def test_without_a_certain_answer_no_copy_is_used(text: str, left: dict[str, str], change_limits: ChangeLimits) -> None:
+    agent = Serving(json.dumps(WHOLE.to_json()), text)
     agent.keeper.stage(StageOrder({}, 0.0))
     agent.serve()
     agent.keeper.check()

@@ -36,10 +36,9 @@ def test_siblings_may_be_given_as_a_range(topology: Path) -> None:
 
 
 def test_each_task_has_cpus_of_its_own(monkeypatch: pytest.MonkeyPatch, topology: Path) -> None:
-    monkeypatch.setattr(processes, "TOPOLOGY", topology)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 2, 6})
-    assert processes.for_tasks(2, 2) == [[1, 5], [2, 6]]
-    assert processes.for_tasks(2, 1) == [[1], [5]]
+    assert processes.for_tasks(2, 2, topology=topology) == [[1, 5], [2, 6]]
+    assert processes.for_tasks(2, 1, topology=topology) == [[1], [5]]
 
 
 def test_tasks_share_what_is_not_enough_or_not_to_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:

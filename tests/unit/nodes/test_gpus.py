@@ -19,6 +19,8 @@ from toolkit.nodes.agent import node, processes
 
 UUID = "GPU-{:08x}-0000-1111-2222-333344445555"
 
+CPUS = "sys/devices/system/cpu"
+
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
@@ -29,7 +31,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 
     def write(nodes: Sequence[int], cores: int = 16, minors: Sequence[int] | None = None) -> Path:
         """Write the machine's files. ``nodes`` has the NUMA node of each GPU, in the order of PCI addresses."""
-        cpu_root, node_root = tmp_path / "sys/devices/system/cpu", tmp_path / "sys/devices/system/node"
+        cpu_root, node_root = tmp_path / CPUS, tmp_path / "sys/devices/system/node"
         for cpu in range(2 * cores):
             core = cpu % cores
             put(cpu_root / f"cpu{cpu}/topology/physical_package_id", core % 2)
@@ -41,7 +43,6 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
             put(tmp_path / f"sys/bus/pci/devices/{address}/numa_node", numa_node)
             put(tmp_path / f"proc/driver/nvidia/gpus/{address}/information", information(index, minor))
             put(tmp_path / f"dev/nvidia{minor}", "")
-        monkeypatch.setattr(processes, "TOPOLOGY", cpu_root)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2 * cores)))
         return tmp_path
 
@@ -87,34 +88,37 @@ def test_each_task_has_cores_of_its_gpus_numa_node_as_torch_gives_them(
     play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, nodes: list[int]
 ) -> None:
     root = play(nodes)
-    sets = processes.for_tasks(8, 4, gpus.near_cpus({}, root))
+    sets = processes.for_tasks(8, 4, gpus.near_cpus({}, root), root / CPUS)
     assert sets == torchs_choice(root, 8, monkeypatch)
     assert sorted(cpu for own in sets for cpu in own or []) == [*range(32)]
 
 
 def test_tasks_take_the_nearest_of_what_is_left_where_their_numa_node_has_too_few(play: Callable[..., Path]) -> None:
-    near = gpus.near_cpus({}, play([0, 0, 0, 1], cores=4))  # four CPUs of each node, and two for each task
-    assert processes.for_tasks(4, 2, near) == [[0, 4], [2, 6], [3, 7], [1, 5]]
+    root = play([0, 0, 0, 1], cores=4)
+    near = gpus.near_cpus({}, root)  # four CPUs of each node, and two for each task
+    assert processes.for_tasks(4, 2, near, root / CPUS) == [[0, 4], [2, 6], [3, 7], [1, 5]]
 
 
 def test_a_task_stays_in_the_package_before_it_leaves_it(play: Callable[..., Path]) -> None:
-    play([])
+    root = play([])
     near = [[0, 16], [1, 17], [1, 17]]  # NUMA nodes smaller than a package
-    assert processes.for_tasks(3, 2, near) == [[0, 16], [1, 17], [3, 19]]
+    assert processes.for_tasks(3, 2, near, root / CPUS) == [[0, 16], [1, 17], [3, 19]]
 
 
 def test_cpus_that_this_process_may_not_use_are_given_to_no_task(
     play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = gpus.near_cpus({}, play([1, 0]))
+    root = play([1, 0])
+    near = gpus.near_cpus({}, root)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 16, 18, 3, 19})
-    assert processes.for_tasks(2, 2, near) == [[3, 19], [0, 16]]
-    assert processes.for_tasks(2, 3, near) == [[3, 18, 19], [0, 2, 16]]
+    assert processes.for_tasks(2, 2, near, root / CPUS) == [[3, 19], [0, 16]]
+    assert processes.for_tasks(2, 3, near, root / CPUS) == [[3, 18, 19], [0, 2, 16]]
 
 
 def test_tasks_that_share_a_gpu_have_cpus_of_their_own(play: Callable[..., Path]) -> None:
-    near = gpus.near_cpus({}, play([1]))
-    assert processes.for_tasks(2, 2, near) == [[1, 17], [3, 19]]
+    root = play([1])
+    near = gpus.near_cpus({}, root)
+    assert processes.for_tasks(2, 2, near, root / CPUS) == [[1, 17], [3, 19]]
 
 
 @pytest.mark.parametrize(

@@ -539,7 +539,7 @@ class ZygoteClient:
 
 
 def for_tasks(
-    tasks: int, cpus_per_task: int | None, near_gpus: Sequence[Collection[int]] = ()
+    tasks: int, cpus_per_task: int | None, near_gpus: Sequence[Collection[int]] = (), topology: Path = TOPOLOGY
 ) -> list[list[int] | None]:
     """Return the CPUs of each of ``tasks``; None for all CPUs of this process, also where these are too few.
 
@@ -549,13 +549,13 @@ def for_tasks(
     ours = os.sched_getaffinity(0)
     if cpus_per_task is None or tasks * cpus_per_task > len(ours):
         return [None] * tasks
-    packages = {cpu: _package(cpu, TOPOLOGY) for cpu in ours}
+    packages = {cpu: _package(cpu, topology) for cpu in ours}
     # For each GPU three choices, from near to far: its NUMA node, its package, all.
     choices = []
     for near in near_gpus or [ours]:
-        package = _package(min(near), TOPOLOGY)
+        package = _package(min(near), topology)
         choices.append((near, [cpu for cpu in ours if packages[cpu] == package], ours))
-    left, sets = by_core(ours), [list[int]() for _ in range(tasks)]
+    left, sets = by_core(ours, topology), [list[int]() for _ in range(tasks)]
     for distance in range(3):  # every task takes near CPUs before any takes farther ones
         for task, own in enumerate(sets):
             choice = choices[task % len(choices)][distance]
@@ -564,9 +564,8 @@ def for_tasks(
     return [sorted(own) for own in sets]
 
 
-def by_core(cpus: Iterable[int], topology: Path | None = None) -> list[int]:
+def by_core(cpus: Iterable[int], topology: Path = TOPOLOGY) -> list[int]:
     """Order ``cpus`` by package, then core: Linux, Documentation/admin-guide/cputopology.rst."""
-    topology = topology or TOPOLOGY
 
     def place(cpu: int) -> tuple[int, int, int]:
         # The lowest number of a core's CPUs tells the core: ``core_id`` is unique only within a package.
