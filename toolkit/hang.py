@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.files import rundir
 from toolkit.nodes.agent.reports import LONGEST_LOOK_S, Digest
 
@@ -173,7 +173,7 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
         # Without fsync the supervisor's node would not see the files over NFS before this process has ended.
         with contextlib.suppress(OSError):
             for path in folder.glob(stack_path(Path(), rank, "*").name):
-                with reading.open_file(path) as file:
+                with fsio.open_file(path) as file:
                     os.fsync(file.fileno())
             os.write(fd, ANSWERED.encode())
             os.fsync(fd)

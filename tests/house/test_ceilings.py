@@ -17,12 +17,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 68_117,
-    "files of toolkit/": 382,
+    "lines of toolkit/": 68_106,
+    "files of toolkit/": 381,
     "classes of toolkit/": 667,
     "functions of toolkit/": 4608,
-    "lines of the core": 45_342,
-    "files of the core": 260,
+    "lines of the core": 45_331,
+    "files of the core": 259,
     "lines of plugins": 22_775,
     "files of plugins": 122,
     "hooks": 0,

@@ -363,7 +363,7 @@ OTHER_FILES = {
         *("plugins/report/why/page", "slurm/cluster_name"),
     ),
     "what the same process has made": (
-        *("base/fsio", "base/reading", "plugins/formats/images/photographs", "plugins/memory/", "train/profile"),
+        *("base/fsio", "plugins/formats/images/photographs", "plugins/memory/", "train/profile"),
     ),
 }
 
@@ -373,7 +373,7 @@ def reads(call: ast.Call) -> bool:
     code = ast.unparse(call)
     of, name = (ast.unparse(call.func).rpartition(".")[i] for i in (0, 2))
     if name in ("read_text", "read_bytes"):
-        return of != "reading"
+        return of != "fsio"
     words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     known = (
         not of

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.file_operations import file_operations
 from tests.process_limits import ChangeLimits
 from tests.unit.disks import SmallDisk, no_file_longer_than
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.base.fsio import PatientFile
 
 
@@ -304,7 +304,7 @@ def test_a_file_that_another_holds_is_read_when_it_gives_it_up(tmp_path: Path) -
     before = signal.signal(signal.SIGIO, lambda number, frame: os.close(holder))
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        assert reading.read_bytes(path) == b"x"
+        assert fsio.read_bytes(path) == b"x"
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(holder)
     finally:
@@ -317,5 +317,5 @@ def test_what_is_no_file_is_neither_opened_nor_waited_for(tmp_path: Path, flags:
     (tmp_path / "device").symlink_to("/dev/zero")
     for path in sorted(tmp_path.iterdir()):
         with pytest.raises(OSError, match=str(path)) as refused:
-            reading.open_regular(str(path), flags)
+            fsio.open_regular(str(path), flags)
         assert refused.value.errno == errno.ENXIO

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files import error_file, records, rundir
@@ -268,7 +268,7 @@ def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypat
             raise answer
         return answer
 
-    monkeypatch.setattr(reading, "read_bytes", read)
+    monkeypatch.setattr(fsio, "read_bytes", read)
     assert run.status() == RunStatus(state=RunState.RUNNING)
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from toolkit.base import fsio, reading, trust
+from toolkit.base import fsio, trust
 from toolkit.base.errors import ConfigError
 
 #: As the source of a secret: the variable of that name in the job's environment.
@@ -127,7 +127,7 @@ def _read(name: str, source: str) -> str:
         return value
     path = fsio.expand(source)
     try:
-        fd = reading.open_regular(str(path), os.O_RDONLY)
+        fd = fsio.open_regular(str(path), os.O_RDONLY)
         try:
             _refuse_open_file(name, path, os.fstat(fd))
             content = os.read(fd, MOST_BYTES + 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from toolkit.base import reading
+from toolkit.base import fsio
 
 _FRAME = re.compile(
     r'(?m)^(?P<indent>[ \t]*)File "(?P<file>[^"\n]{1,300})", line (?P<line>\d+)(?:,? in (?P<function>[^\n]+)|$)'
@@ -196,7 +196,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 def tail_of_file(path: Path) -> str:
     """Return the end of a log as text, whatever bytes it holds. Raises OSError."""
-    with reading.open_file(path) as file:
+    with fsio.open_file(path) as file:
         return tail_of_stream(file)
 
 

@@ -31,7 +31,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
 from toolkit.files import records
 from toolkit.files.records import Leaf, one_of
@@ -235,7 +235,7 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
                 raise CheckpointError(f"{path} is a link: what it leads to would not be in the checkpoint")
             if path.is_file():
                 name, size = str(path.relative_to(folder)), path.stat().st_size
-                with reading.open_file(path) as file:
+                with fsio.open_file(path) as file:
                     part = TensorPart(name, 0, size, (0,), (size,), _crc_of(file, size, buffer))
                 found[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
     return found
@@ -283,7 +283,7 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`. Raises CheckpointError as `decode` does, or if unreadable."""
     path = folder / NAME
     with unreadable_is_corrupt(path):
-        return decode(reading.read_bytes(path, reading.LONG_BYTES), path)
+        return decode(fsio.read_bytes(path, fsio.LONG_BYTES), path)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -326,7 +326,7 @@ def open_part(folder: Path, part: TensorPart) -> Iterator[FileIO]:
     """Yield the part's file, positioned at its first byte. Refuse a symbolic link: it could lead outside the folder."""
     # The entries of /proc/self/fd are links, and this process itself has opened their files.
     no_link = 0 if folder == IN_MEMORY else os.O_NOFOLLOW
-    fd = reading.open_regular(str(folder / part.file), os.O_RDONLY | no_link)
+    fd = fsio.open_regular(str(folder / part.file), os.O_RDONLY | no_link)
     with os.fdopen(fd, "rb", buffering=0) as file:
         file.seek(part.start)
         yield file

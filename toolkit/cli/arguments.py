@@ -97,13 +97,13 @@ def new_path(argument: str, text: str) -> Path:
 
 def replaceable_path(argument: str, text: str, begin: str) -> Path:
     """Return the path of a file to write, which replaces only one that begins with ``begin``. Raises RequestError."""
-    from toolkit.base import fsio, reading
+    from toolkit.base import fsio
 
     path = fsio.expand(text).absolute()
     if not path.parent.is_dir():
         raise RequestError(f"{argument}: {path.parent} is no folder")
     try:
-        with reading.open_file(path) as file:
+        with fsio.open_file(path) as file:
             is_ours = file.read(len(begin.encode())) == begin.encode()
     except FileNotFoundError:
         return path

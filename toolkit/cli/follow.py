@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from toolkit.base import reading, terminal, tracebacks
+from toolkit.base import fsio, terminal, tracebacks
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError, RequestError
 from toolkit.base.process_limits import limits
 from toolkit.base.this_node import claim_all
@@ -227,7 +227,7 @@ class GrowingLog:
         """Go to the last ``lines`` of what is there; None stays at the beginning."""
         if lines is None or not self.path.exists():
             return
-        with reading.open_file(self.path) as file:
+        with fsio.open_file(self.path) as file:
             at = file.seek(0, io.SEEK_END)
             # Search backwards, in pieces. The last byte only ends the last line.
             limit = at - 1
@@ -269,7 +269,7 @@ class GrowingLog:
 
     def _read(self) -> bytes:
         try:
-            with reading.open_file(self.path) as file:
+            with fsio.open_file(self.path) as file:
                 file.seek(self._at)
                 data = file.read(limits().log_read_bytes)
         except FileNotFoundError:
@@ -319,7 +319,7 @@ def _rank(path: Path) -> int:
 def _stamped(path: Path, head: str, begun: float) -> Iterator[tuple[float, str]]:
     at = begun
     try:
-        with reading.open_text(path, newline="\n") as file:
+        with fsio.open_text(path, newline="\n") as file:
             while read := file.readline(_MOST_CHARS):
                 line = as_drawn(read)
                 at = _time_of(line, at)
@@ -361,7 +361,7 @@ def errors(run: RunDir, attempt: int) -> Iterator[str]:
     if not reports or reports[0].rank != first.rank:
         yield f"rank {first.rank} on {first.host} failed first: {first.how}\n"
         if first.rank is not None and (log := run.rank_log(attempt, first.rank)).exists():
-            with reading.open_text(log, newline="\n") as file:
+            with fsio.open_text(log, newline="\n") as file:
                 yield from (f"  {as_drawn(line).rstrip()}\n" for line in deque(file, maxlen=_LAST_LINES))
     for report in reports:
         order = "first" if report.rank == first.rank else "later"

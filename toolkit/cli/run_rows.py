@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.base.errors import DamagedFileError
 from toolkit.base.process_limits import limits
 from toolkit.cli import notes
@@ -177,7 +177,7 @@ def read_config(run: RunDir) -> dict[str, Any]:
     from toolkit.run.prepare.run_keys import acting_on
 
     try:
-        root = yaml_core.compose(reading.read_text(run.config))
+        root = yaml_core.compose(fsio.read_text(run.config))
         values = dict(_leaves(root, "")) if root is not None else {}
         acting = acting_on(run, str(values.get("job")), [str(word) for word in values.get("argv") or ()])
         return {key: value for key, value in values.items() if acting.include(key)}

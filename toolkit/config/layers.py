@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.base.durations import parse_minutes, parse_slurms
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config import yaml_core
@@ -287,7 +287,7 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
     by = f", which {above[-1]} extends" if above else ""
     try:
-        root = yaml_core.compose(reading.read_text(path))
+        root = yaml_core.compose(fsio.read_text(path))
     except FileNotFoundError:
         others = sorted(map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else []
         hint = f"; {nearest(str(path), others)}there are: {', '.join(others)}" if others else ""

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 
 from toolkit import registry
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, listing, nearest
 from toolkit.config.job_module import is_class, job_source, main_of
 from toolkit.config.schema import CALLED_JOB, FOREIGN_JOB, all_keys
@@ -203,7 +203,7 @@ def _scripts_of(argv: Sequence[str], folder: Path) -> Iterator[Path]:
     text = " ".join(argv)
     for word in argv:
         if word.endswith((".sh", ".bash")) and (folder / word).is_file():
-            text += " " + reading.read_text(folder / word, errors="replace")
+            text += " " + fsio.read_text(folder / word, errors="replace")
     for dash_m, word in _SCRIPT_WORDS.findall(text):
         name = word.replace(".", "/") if dash_m else word.removesuffix(".py")
         endings = (".py", "/__main__.py") if dash_m else (".py",) * word.endswith(".py")

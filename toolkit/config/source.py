@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.base.errors import ConfigError
 
 #: Parts of a comment that are for tools.
@@ -25,7 +25,7 @@ def read_source(path: Path) -> PythonSource:
     A sweep loads one config a point, all with the same job. Raises ConfigError.
     """
     try:
-        return _parsed(path, reading.read_bytes(path))
+        return _parsed(path, fsio.read_bytes(path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         why = getattr(error, "msg", None) or str(error) or type(error).__name__

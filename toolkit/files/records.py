@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Self, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from toolkit.base import fsio, logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.errors import DamagedFileError, TornFileError
 
 #: The version of the files that are written here. A change that older toolkits would misunderstand raises it.
@@ -293,7 +293,7 @@ def read_lines(path: Path, kind: type[T], *, skips_damage: bool = False) -> list
     """
     try:
         with _refused(str(path)):
-            raw = _read_bytes(path, reading.LONG_BYTES)
+            raw = _read_bytes(path, fsio.LONG_BYTES)
     except FileNotFoundError:
         return []
     found: list[T] = []
@@ -331,11 +331,11 @@ def _refused(where: str) -> Iterator[None]:
         raise error(f"{where} cannot be read: {misfit}{_ADVICE}") from None
 
 
-def _read_bytes(path: Path, most_bytes: int = reading.MOST_BYTES) -> bytes:
+def _read_bytes(path: Path, most_bytes: int = fsio.MOST_BYTES) -> bytes:
     """Read a file that another node may replace at this moment. NFS then reports ESTALE, once."""
     for left in reversed(range(_TRIES)):
         try:
-            return reading.read_bytes(path, most_bytes)
+            return fsio.read_bytes(path, most_bytes)
         except OSError as error:
             if error.errno in _LASTING:
                 raise Misfit(error.strerror or str(error)) from None

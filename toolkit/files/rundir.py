@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from toolkit.base import fsio, reading, trust
+from toolkit.base import fsio, trust
 from toolkit.base.errors import DamagedFileError, RunNotFoundError, TornFileError, nearest
 from toolkit.files import records
 from toolkit.files.run_files import (
@@ -417,7 +417,7 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
     """
     file = (root or runs_root()) / ".jobs" / job
     try:
-        text = os.fsdecode(reading.read_bytes(file))
+        text = os.fsdecode(fsio.read_bytes(file))
     except FileNotFoundError:
         return None
     if not text.isprintable() or not Path(text).is_absolute():

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.files import records
 from toolkit.files.records import COUNT, MOMENT, NUMBER
 from toolkit.files.rundir import RunDir
@@ -38,7 +38,7 @@ def read(path: Path, start: int = 0) -> Iterator[MetricsLine]:
     A line that cannot be read is left out with a warning. A last line that is still being written is left out silently.
     """
     try:
-        file = reading.open_file(path)
+        file = fsio.open_file(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -47,9 +47,9 @@ def read(path: Path, start: int = 0) -> Iterator[MetricsLine]:
     with file:
         file.seek(start)
         end, left_out = start, 0
-        while raw := file.readline(reading.MOST_BYTES):
+        while raw := file.readline(fsio.MOST_BYTES):
             end += len(raw)
-            if len(raw) == reading.MOST_BYTES:
+            if len(raw) == fsio.MOST_BYTES:
                 records.warn_once(f"{path}: a line of more than {len(raw):,} bytes ends what is read")
                 return
             line = _parse(raw, end)

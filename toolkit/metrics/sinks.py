@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.base import fsio, logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.process_limits import limits
 
 if TYPE_CHECKING:
@@ -178,10 +178,10 @@ def _end_of(path: Path, step: int | None) -> int:
     if step is None or not path.exists() or not path.stat().st_size:
         return 0
     if path.stat().st_size < limits().metrics_read_whole_bytes:
-        *lines_of_file, _ = reading.read_bytes(path).split(b"\n")
+        *lines_of_file, _ = fsio.read_bytes(path).split(b"\n")
         if any(_step_in(line + b"\n") is None for line in lines_of_file):
             return _written_anew(path, step)
-    with reading.open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+    with fsio.open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
         end = lines.rfind(b"\n") + 1
         # Line by line from the end, until one is of the resumed step or before.
         if _step_in(lines[end:] + b"\n") is not None:  # only the line break is missing
@@ -201,7 +201,7 @@ def _end_of(path: Path, step: int | None) -> int:
 
 def _written_anew(path: Path, step: int) -> int:
     """Keep only the good lines up to ``step``; return their size in bytes."""
-    lines = [line + b"\n" for line in reading.read_bytes(path, reading.LONG_BYTES).split(b"\n")]
+    lines = [line + b"\n" for line in fsio.read_bytes(path, fsio.LONG_BYTES).split(b"\n")]
     good = [line for line in lines if (found := _step_in(line)) is not None and found <= step]
     log.warning("%s has lines that cannot be read; it is kept as %s", path, fsio.set_aside(path).name)
     fsio.write_atomic(path, b"".join(good))
@@ -218,7 +218,7 @@ def _step_in(line: bytes) -> int | None:
 
 
 def _last_line(path: Path) -> bytes:
-    with reading.open_file(path) as file:
+    with fsio.open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         if not size:
             return b""

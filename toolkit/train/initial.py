@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import hang
-from toolkit.base import logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError, listing, nearest
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
@@ -237,7 +237,7 @@ def _read_folder(path: Path) -> dict[str, Tensor]:
     index = path / origin.INDEX_FILE
     if not index.is_file():
         return _read_safetensors(path / origin.WHOLE_FILE)
-    names = sorted(set(json.loads(reading.read_bytes(index))["weight_map"].values()))
+    names = sorted(set(json.loads(fsio.read_bytes(index))["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name:
@@ -266,7 +266,7 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             return metadata
 
-    with reading.open_file(path / ".metadata") as file:
+    with fsio.open_file(path / ".metadata") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     # Only the tensors are read: the rest of the folder is pickled.
     into = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.config.cluster import PriceConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -101,7 +101,7 @@ def test_a_file_server_that_is_away_costs_one_writing(
 ) -> None:
     recording = recorder(run)
     with monkeypatch.context() as away:
-        away.setattr(reading, "read_bytes", lambda path, _: fails(path))
+        away.setattr(fsio, "read_bytes", lambda path, _: fails(path))
         assert recording.update(sent({("n1", 100.0): NODE}), attempt(), None, is_last=True) is not None
     assert "usage.json cannot be written" in caplog.text
     recording.update(sent({("n1", 100.0): NODE}), attempt(), None, is_last=True)

@@ -13,7 +13,7 @@ import pytest
 from tests.bench.listing import make_runs
 from tests.command import Command
 from tests.process_limits import ChangeLimits
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.base.errors import RequestError
 from toolkit.cli import run_rows, show
 from toolkit.cli.run_rows import read_rows
@@ -75,14 +75,14 @@ def test_a_run_whose_config_is_gone_is_a_row_that_says_so(root: Path, command: C
 def test_a_file_that_cannot_be_read_at_the_moment_does_not_hide_the_other_runs(
     root: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    stale, plain = rundir.all_runs(root)[5], reading.read_bytes
+    stale, plain = rundir.all_runs(root)[5], fsio.read_bytes
 
     def read_bytes(path: Path, *most_bytes: int) -> bytes:
         if stale.path in path.parents:
             raise OSError(5, "Input/output error", str(path))
         return plain(path, *most_bytes)
 
-    monkeypatch.setattr(reading, "read_bytes", read_bytes)
+    monkeypatch.setattr(fsio, "read_bytes", read_bytes)
     (row,) = (row for row in listed(command, "--all") if row["run"] == stale.id)
     assert row["state"] == "unreadable"
     assert "Input/output error" in row["why"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.base.errors import RequestError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -94,14 +94,14 @@ def test_bad_nodes_that_cannot_be_read_are_unknown_and_the_run_goes_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool(run).condemn("b", "no answer")
-    path, read = run.path / "nodes.json", reading.read_bytes
+    path, read = run.path / "nodes.json", fsio.read_bytes
 
     def fail(self: Path, most_bytes: int) -> bytes:
         if self == path:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
         return read(self, most_bytes)
 
-    monkeypatch.setattr(reading, "read_bytes", fail)
+    monkeypatch.setattr(fsio, "read_bytes", fail)
     of = pool(run)
     assert f"{path} cannot be read: Input/output error" in caplog.text
     assert hosts(of) == ("a", "b", "c")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.process_limits import ChangeLimits
 from tests.scale.snapshots import counted
-from toolkit.base import fsio, reading
+from toolkit.base import fsio
 from toolkit.base.errors import RequestError
 from toolkit.run.prepare import snapshot
 
@@ -382,8 +382,8 @@ def test_a_file_that_cannot_be_copied_is_left_out_and_named(
         return read(path, most_bytes)
 
     if number == errno.EACCES:
-        read = reading.read_bytes
-        monkeypatch.setattr(reading, "read_bytes", refuse)
+        read = fsio.read_bytes
+        monkeypatch.setattr(fsio, "read_bytes", refuse)
     else:
         monkeypatch.setattr(fsio, "make_dir", make_dir)
     snapshot.take(project, tmp_path / "run/code")

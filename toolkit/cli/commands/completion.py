@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import registry
-from toolkit.base import reading
+from toolkit.base import fsio
 
 if TYPE_CHECKING:  # imported where a script is on the line
     from toolkit.config.script_keys import ActingKeys, Option
@@ -223,7 +223,6 @@ def _options(acting: ActingKeys | None) -> Sequence[Option]:
 def _keys() -> dict[str, list[str]]:
     """Return the keys of every config, each with the words that it takes."""
     from toolkit import __version__
-    from toolkit.base import fsio
     from toolkit.base.trust import cache_dir
 
     folder = cache_dir()
@@ -232,7 +231,7 @@ def _keys() -> dict[str, list[str]]:
     newest = max(source.stat().st_mtime_ns for source in sources)
     path = folder and folder / f"keys-{__version__}-{newest}.json"
     try:
-        found: dict[str, list[str]] = json.loads(reading.read_bytes(path)) if path else {}
+        found: dict[str, list[str]] = json.loads(fsio.read_bytes(path)) if path else {}
         if found and all(isinstance(words, list) for words in found.values()):
             return found
     except (OSError, ValueError, AttributeError):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from toolkit.base import fsio, logs, reading, this_node
+from toolkit.base import fsio, logs, this_node
 from toolkit.base.this_node import bare_python
 from toolkit.devices import on_node
 from toolkit.nodes.agent import link, messages, parts, preimports, reports
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str]) -> None:
     secret_file, logs_dir, host, port, start = arguments[:5]
     name = arguments[5] if len(arguments) > 5 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
-        secret = reading.read_bytes(Path(secret_file))
+        secret = fsio.read_bytes(Path(secret_file))
     except OSError as error:
         sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
     # Redirect stdout and stderr, the zygote's too. Where the file cannot be written they go nowhere. srun's --output is

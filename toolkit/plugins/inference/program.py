@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from toolkit import __version__
-from toolkit.base import fsio, logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.errors import JobFailedError, RequestError
 from toolkit.checkpoint.whole import export as export_weights
 from toolkit.data.loader import eval_batches
@@ -194,7 +194,7 @@ def _about(
     config, job, manifest = trained.config, trained.job, trained.manifest
     digests: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
-        with reading.open_file(path) as file:
+        with fsio.open_file(path) as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     # There is no trial of a program that was not asked for, or that failed.
     program, compiled = (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from toolkit.base import fsio, logs, reading, trust
+from toolkit.base import fsio, logs, trust
 from toolkit.base.errors import CheckpointError, RequestError
 from toolkit.base.process_limits import limits
 from toolkit.checkpoint import manifest as manifests
@@ -188,6 +188,6 @@ def _noting(items: Iterable[T], note: Callable[[], None]) -> Iterator[T]:
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:
-    with file_errors("reading", path), reading.open_file(path) as file:
+    with file_errors("reading", path), fsio.open_file(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             yield memoryview(chunk)

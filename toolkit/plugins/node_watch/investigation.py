@@ -21,7 +21,7 @@ from traceback import FrameSummary, StackSummary
 from typing import Any, NamedTuple
 
 from toolkit import hang
-from toolkit.base import fsio, hostlist, logs, reading
+from toolkit.base import fsio, hostlist, logs
 from toolkit.base.process_limits import limits
 from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RunDir
@@ -307,7 +307,7 @@ def _quote(folder: Path, rank: int, stack: Stack) -> str:
     for path in sorted(folder.glob(f"stack-{rank}-*.txt")):
         with suppress(OSError):
             kind, number = path.stem.split("-")[2:]
-            of_process = main_stack(reading.read_text(path, errors="replace"))
+            of_process = main_stack(fsio.read_text(path, errors="replace"))
             text += f"the stack of its {'data worker' if kind == 'worker' else kind} {number}\n{_format(of_process)}"
     return text
 
@@ -400,7 +400,7 @@ def calls_of(folder: Path, rank: int) -> dict[str, dict[int, Call]]:
     """Return the collectives of a rank by process group and number. Empty without a recording that can be read."""
     groups: dict[str, dict[int, Call]] = {}
     with suppress(OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError):
-        with reading.open_file(hang.flight_path(folder, rank)) as file:
+        with fsio.open_file(hang.flight_path(folder, rank)) as file:
             entries = _PlainUnpickler(file).load()["entries"]
         for entry in entries:
             if not entry["is_p2p"]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from toolkit import hang
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.base.process_limits import limits
 from toolkit.files import records
 from toolkit.files.records import JsonRecord
@@ -79,7 +79,7 @@ def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack 
 def stack_text(path: Path) -> str | None:
     """Return what is in a rank's file; None where there is none."""
     try:
-        return reading.read_text(path, errors="replace")
+        return fsio.read_text(path, errors="replace")
     except FileNotFoundError:
         return None
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.cli.tables import Table
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
@@ -45,7 +45,7 @@ def _sources(first: Path, second: Path) -> dict[str, Any]:
     """Return which files are in one run's sources only, which differ, and how."""
     mine, other = _files(first), _files(second)
     both = sorted(mine.keys() & other.keys())
-    changed = [name for name in both if reading.read_bytes(mine[name]) != reading.read_bytes(other[name])]
+    changed = [name for name in both if fsio.read_bytes(mine[name]) != fsio.read_bytes(other[name])]
     diff = ""
     for name in changed:
         one, two = mine[name], other[name]
@@ -53,7 +53,7 @@ def _sources(first: Path, second: Path) -> dict[str, Any]:
         if max(one.stat().st_size, two.stat().st_size) > _MOST_BYTES:
             diff += f"{name} differs and is large\n"
             continue
-        before, after = (reading.read_text(path, errors="replace").splitlines(keepends=True) for path in (one, two))
+        before, after = (fsio.read_text(path, errors="replace").splitlines(keepends=True) for path in (one, two))
         for line in difflib.unified_diff(before, after, f"first/{name}", f"second/{name}"):
             # The last line of a file may lack its line end.
             diff += line if line.endswith("\n") else f"{line}\n"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from toolkit.base import reading
+from toolkit.base import fsio
 from toolkit.base.errors import JobFailedError, listing
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files.rundir import RunDir
@@ -41,7 +41,7 @@ def read(run: RunDir) -> WitnessRecord:
     begun: dict[int, int] = {}
     for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
-        for text in reading.read_text(path).splitlines():
+        for text in fsio.read_text(path).splitlines():
             line = json.loads(text)
             if "conditions" in line:
                 conditions.append(line["conditions"])
@@ -287,7 +287,7 @@ def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
     """
     logged: list[dict[tuple[int, str], float]] = []
     for run in (one, two):
-        lines = [json.loads(text) for text in reading.read_text(run.tensorboard / "metrics.jsonl").splitlines()]
+        lines = [json.loads(text) for text in fsio.read_text(run.tensorboard / "metrics.jsonl").splitlines()]
         tags = ((line["step"], tag, value) for line in lines for tag, value in line.items())
         logged.append({(step, tag): value for step, tag, value in tags if tag in CURVES or tag.startswith("eval/")})
     mine, other = logged

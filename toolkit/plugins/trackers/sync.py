@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.base import fsio, logs, reading, terminal
+from toolkit.base import fsio, logs, terminal
 from toolkit.base.errors import DamagedFileError, RequestError, TrackerError
 from toolkit.base.process_limits import limits
 from toolkit.checkpoint.folder import newest_step
@@ -123,7 +123,7 @@ class RunSync:
         if end == 0:
             return ""
         try:
-            with reading.open_file(self._metrics) as file:
+            with fsio.open_file(self._metrics) as file:
                 file.seek(max(0, end - _TAIL_BYTES))
                 found = file.read(min(end, _TAIL_BYTES))
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePath
 
-from toolkit.base import fsio, logs, reading, torch_version
+from toolkit.base import fsio, logs, torch_version
 from toolkit.base.errors import RequestError, listing
 from toolkit.base.process_limits import limits
 from toolkit.files import records, rundir
@@ -396,7 +396,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _head(path: Path, size: int) -> bytes:
     """Return the first bytes; none where this user may not read the file. It will not be copied either."""
-    with contextlib.suppress(PermissionError), reading.open_file(path) as file:
+    with contextlib.suppress(PermissionError), fsio.open_file(path) as file:
         return file.read(size)
     return b""
 
@@ -408,7 +408,7 @@ def _is_core_dump(path: Path) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    return reading.read_bytes(path, reading.LONG_BYTES)
+    return fsio.read_bytes(path, fsio.LONG_BYTES)
 
 
 def _copy(source: Path, target: Path, *, is_program: bool) -> None:

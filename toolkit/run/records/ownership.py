@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.base import fsio, outages, reading
+from toolkit.base import fsio, outages
 from toolkit.base.errors import TakenError
 from toolkit.base.process_limits import limits
 from toolkit.base.procfs import Life, ProcessIdentity
@@ -109,7 +109,7 @@ def adopt_config(run: RunDir, token: str | None) -> None:
     if owner is None or owner.token != token or not new_config(run, owner.token).exists():
         return
     with contextlib.suppress(FileExistsError):  # the other one was faster
-        fsio.write_stream(run.path / f"config.before-{token}.yaml", [reading.read_bytes(run.config)])
+        fsio.write_stream(run.path / f"config.before-{token}.yaml", [fsio.read_bytes(run.config)])
     with contextlib.suppress(FileNotFoundError):  # the other one was faster
         new_config(run, owner.token).replace(run.config)
 
@@ -159,7 +159,7 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
     """True if the process that has taken the number will never write the owner."""
     path = run.path / "owners" / str(number)
     try:
-        process = ProcessIdentity.parse(reading.read_text(path, errors="replace"))
+        process = ProcessIdentity.parse(fsio.read_text(path, errors="replace"))
         taken = path.stat().st_mtime
     except FileNotFoundError:  # given back
         return True

@@ -13,7 +13,7 @@ from pathlib import Path
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
-from toolkit.base import logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, yaml_core
 from toolkit.files.rundir import RunDir
@@ -34,7 +34,7 @@ def values_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     a warning.
     """
     try:
-        node = yaml_core.compose(reading.read_text(path, errors="replace"))
+        node = yaml_core.compose(fsio.read_text(path, errors="replace"))
         values = {} if node is None else dict(_pairs(node, ""))
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s cannot be read: %s", path, " ".join(str(error).split())[:200])

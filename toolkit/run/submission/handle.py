@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.base import logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.durations import as_clock
 from toolkit.base.errors import DamagedFileError, JobFailedError, RequestError, nearest
 from toolkit.base.process_limits import limits
@@ -192,7 +192,7 @@ class Run(SubmittedRun):
         number = attempt or max(self.dir.attempts_with_logs(), default=1)
         path = self.dir.logs / "supervisor.log" if rank is None else self.dir.rank_log(number, rank)
         try:
-            with reading.open_text(path) as file:
+            with fsio.open_text(path) as file:
                 return file.read() if tail is None else "".join(deque(file, maxlen=tail))
         except FileNotFoundError:
             raise RequestError(f"run {self.id}: there is no log {path}") from None

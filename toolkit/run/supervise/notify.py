@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from toolkit import config as configs
-from toolkit.base import logs, reading
+from toolkit.base import fsio, logs
 from toolkit.base.errors import ToolkitError
 from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
@@ -47,7 +47,7 @@ def notify(run: RunDir) -> None:
 
 def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run the command and return how it went. Without its arguments: one may be the secret address of a webhook."""
-    with open_log(run.logs / "notify.log") as output, reading.open_file(run.path / "result.json") as result_file:
+    with open_log(run.logs / "notify.log") as output, fsio.open_file(run.path / "result.json") as result_file:
         process = start_child(
             command, environ, end_by=signal.SIGKILL, stdin=result_file, stdout=output, stderr=subprocess.STDOUT
         )
