@@ -92,7 +92,6 @@ WAITS = {
     "toolkit.ranks.device:agree": "joining",
     "toolkit.ranks.collectives:sum_by_name": "in all_reduce",
     "toolkit.ranks.collectives:gather_by_name": "in all_gather",
-    "toolkit.strategies.spmd:wait": "in all_reduce",
     "toolkit.plugins.methods.parameter_server.mail:receive": "waiting for a message",
     "toolkit.train.same_calls:_await": "waiting for the others",
 }
