@@ -1,4 +1,4 @@
-"""Waits for a controller that does not answer and for a full disk. Both pass, and a run must outlive them."""
+"""Waits for a controller that does not answer, a full disk, a file server that is away. A run must outlive them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from toolkit.base import logs
 from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.base.process_limits import limits
 
-#: Errors of a disk, or a user's quota, that is full: they pass.
-FULL = (errno.ENOSPC, errno.EDQUOT)
+#: Errors that pass: of a disk or a user's quota that is full, and of a file server that is away.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT)
 
 log = logs.get(__name__)
 T = TypeVar("T")

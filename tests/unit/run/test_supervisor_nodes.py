@@ -40,7 +40,7 @@ from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.records.stop_request import Intent
 from toolkit.run.requeue import follow_up
-from toolkit.run.supervise import conclusion, entry, supervisor
+from toolkit.run.supervise import attempt_loop, conclusion, entry, supervisor
 from toolkit.run.supervise.conclusion import judge_attempt
 from toolkit.run.supervise.stop_path import StopAsked
 from toolkit.run.supervise.supervisor import Supervisor
@@ -447,6 +447,24 @@ def test_a_supervisor_whose_runs_folder_was_removed_leaves(run: RunDir, slurm: F
     assert not run.path.exists()
 
 
+@pytest.mark.parametrize(
+    ("folder", "parent"),
+    [(errno.ESTALE, 0), (errno.EIO, 0), (errno.ENOENT, errno.ENOENT), (errno.ENOENT, errno.EIO)],
+)
+def test_a_file_server_that_is_away_for_a_moment_does_not_end_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, folder: int, parent: int
+) -> None:
+    plain = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if number := {run.path: folder, run.path.parent: parent}.get(path):
+            raise OSError(number, os.strerror(number))
+        return plain(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert not attempt_loop._is_removed(run.path)
+
+
 def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:
     place = {"nodes": ["a"], "tasks": [2]}
     run.write_status(
@@ -811,12 +829,17 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
     assert run.result().state == "completed"
 
 
-@pytest.mark.parametrize("follow_up", [False, True])
-def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, follow_up: bool
+@pytest.mark.parametrize(("number", "follow_up"), [(errno.ENOSPC, False), (errno.ENOSPC, True), (errno.ESTALE, False)])
+def test_a_disk_that_stays_full_or_away_gives_the_job_back_and_does_not_end_the_run(
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
+    number: int,
+    follow_up: bool,
 ) -> None:
     def full(*args: object) -> Supervisor:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
     if follow_up:

@@ -26,7 +26,7 @@ from toolkit.slurm.jobs import JobRow
 EXCLUDE_S = 10.0
 
 #: The most restarts of one job because of a full disk: each waits for ``give_up_after_s``, and then in the queue.
-MAX_RESTARTS_ON_A_FULL_DISK = 100
+MAX_RESTARTS_WITHOUT_A_DISK = 100
 
 log = logs.get(__name__)
 
@@ -203,15 +203,15 @@ def _with_room(components: Sequence[Sequence[str]]) -> Iterator[list[str]]:
         yield kept
 
 
-def give_back_if_full(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
-    """Put this job back into the queue when the disk is full. The run has not failed, and continues when there is room.
+def give_back_if_it_passes(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
+    """Put this job back into the queue for a full disk, or a file server that is away. The run has not failed.
 
     No file can record that. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
     """
-    if error.errno not in outages.FULL:
+    if error.errno not in outages.PASSING:
         return False
     allocation = Allocation.slurm(os.environ)
-    return allocation.restart_count < MAX_RESTARTS_ON_A_FULL_DISK and _give_back(run, slurm, allocation)
+    return allocation.restart_count < MAX_RESTARTS_WITHOUT_A_DISK and _give_back(run, slurm, allocation)
 
 
 def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) -> bool:
@@ -245,9 +245,10 @@ def give_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
 
 def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
     """Have the run continue in a later start. With a follow-up job the exit code is enough; else requeue this one."""
-    owner = run.owner()
-    if owner is not None and owner.follow_ups:
-        return True
+    with suppress(OSError):  # then this job is requeued: its follow-up job finds the run in another's hands
+        owner = run.owner()
+        if owner is not None and owner.follow_ups:
+            return True
     if allocation.job_id is None:
         return False
     look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)

@@ -12,6 +12,7 @@ import socket
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -147,17 +148,17 @@ class AttemptLoop:
         if not context.claim.holds():
             self._ranks.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
-        # The folder alone: where its parent is gone as well, a file system may be away for a moment.
-        folder = context.run.path
-        if not folder.exists() and folder.parent.exists():
+        if _is_removed(context.run.path):
             self._ranks.abandon()
-            raise Overtaken(f"the run's folder {folder} was removed: leaving; the ranks end when they lose us")
+            raise Overtaken(f"{context.run.path} was removed: leaving; the ranks end when they lose us")
         if context.job.has_answered_late:
             context.job.has_answered_late = False
             context.prepare_requeue()
         context.note_usage(attempt)
-        if context.is_foreign and not attempt.has_begun and context.run.rank_log(attempt.number, 0).exists():
-            attempt.note_begun()
+        if context.is_foreign and not attempt.has_begun:
+            with contextlib.suppress(OSError):  # a file server may be away
+                if context.run.rank_log(attempt.number, 0).exists():
+                    attempt.note_begun()
         context.journal.set_status(attempt.phase, attempt)
         self._stops.watch_the_clock()
         self._hangs.look()
@@ -389,3 +390,16 @@ class HangWatch:
         log.error("the run hangs: %s; asking the ranks for their stacks", how)
         found: RankFailure | None = self.investigation.find_cause(reports)
         attempt.end_for_hang(found or RankFailure(None, "", how, time.time()))
+
+
+def _is_removed(folder: Path) -> bool:
+    """True if ``folder`` alone is certainly gone. A file server may be away, with or without an error."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            folder.parent.stat()
+            return True
+    except OSError:
+        pass
+    return False

@@ -35,8 +35,8 @@ from toolkit.run.records.ownership import Overtaken
 from toolkit.run.requeue.requeue import (
     forbid_expedited_requeue,
     give_back_after_deaths,
-    give_back_if_full,
     give_back_if_half_started,
+    give_back_if_it_passes,
 )
 from toolkit.run.supervise import parts
 from toolkit.run.supervise.supervisor import Supervisor
@@ -106,8 +106,7 @@ def run_supervisor(run: RunDir, where: str, endpoint: Endpoint | None, earlier_d
     except Exception as error:
         if isinstance(error, OSError):
             log.error("%s: %s", run.path, error, exc_info=True)
-            # A full disk passes: go back into the queue.
-            if where == "slurm" and give_back_if_full(run, error, Slurm()):
+            if where == "slurm" and give_back_if_it_passes(run, error, Slurm()):
                 return EXIT_STOPPED
         _write_own_failure(run, error)
         return EXIT_FAILED
