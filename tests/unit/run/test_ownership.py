@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -209,6 +210,24 @@ def test_a_submission_whose_sbatch_hangs_and_fails_removes_no_run_that_was_resum
         submit.submit("own.yaml", executor="slurm")
     (other,) = (each for each in rundir.all_runs() if each != run)
     assert not attach(other).is_over()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), DamagedFileError("owner.json: no JSON")])
+def test_a_job_whose_run_cannot_be_read_after_its_submission_is_cancelled(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    attach(run).cancel()
+    sent: list[str] = []
+
+    def answer(*_: object) -> str:
+        sent.append(slurm.sbatch(["--no-requeue", "job.sh"]))
+        monkeypatch.setattr(RunDir, "owner", Mock(side_effect=error))
+        return sent[0]
+
+    monkeypatch.setattr(executors, "_send_to_slurm", answer)
+    with pytest.raises(type(error)):
+        resume(run, [])
+    assert [row.state for row in slurm.user_jobs() if row.job_id in sent] == ["CANCELLED"]
 
 
 # ------------------------------------------------------------------------------------------------------ follow-up jobs

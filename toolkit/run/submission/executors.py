@@ -85,17 +85,16 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
     finally:
         fsio.restore_umask()
         os.environ.pop(fsio.UMASK_VARIABLE, None)  # another thread may submit, too
-    # sbatch has answered so late that another submission took this one for dead, and has the run by now.
-    present = run.owner() if executor == "slurm" else None
-    if present is not None and present.token != owner.token:
-        _cancel([job_id])
-        raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")
     sent = Run(run, executor, job_id)
     # A job whose id cannot be written down is cancelled: no later command would find it.
     try:
+        # sbatch has answered so late that another submission took this one for dead, and has the run by now.
+        present = run.owner() if executor == "slurm" else None
+        if present is not None and present.token != owner.token:
+            raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")
         took_s = None if began_s is None else round(time.monotonic() - began_s, 3)
         ownership.note_jobs(run, owner, job_id, took_s=took_s)
-    except OSError:
+    except (OSError, RequestError):
         if executor == "slurm":
             _cancel([job_id])
             raise
