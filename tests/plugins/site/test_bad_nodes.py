@@ -114,6 +114,17 @@ def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
     assert slurm.excluded == {"1": "node2"}
 
 
+def test_without_a_requeue_left_a_job_with_too_few_good_nodes_is_given_up(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight
+) -> None:
+    preflight.bad = {"node2": "its clock is off"}
+    config = JobConfig()
+    config.retry.max_requeues = 0
+    assert Supervisor(run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), Ranks(), slurm, AGENTS).run() == 1
+    assert (run.result().state, slurm.excluded) == ("failed", {})
+    assert "node2: its clock is off; given up (retry.max_requeues: 0)" in str(run.result().why)
+
+
 @pytest.mark.parametrize(
     ("what", "cause", "code"),
     [(FakeSlurm.cancel, "cancelled", 1), (FakeSlurm.preempt, "preempted", 75)],

@@ -213,16 +213,22 @@ def _requeue(facts: Facts, cause: Cause, line: str) -> Verdict:
 
     A run does not choose when it is taken away; the budget is for a run without progress.
     """
-    limit = facts.budgets.max_requeues
     # A preemption ends the ranks by itself. What they say of it is no failure.
     first = first_failure(facts.failures) if cause is Cause.NODE_FAILURE else None
-    if limit == 0:
-        return Verdict(cause, Decision.GIVE_UP, f"{line}; given up (retry.max_requeues: 0)", first)
-    before = requeues_in_vain(facts.history)
-    if facts.gained_s == 0.0 and before >= limit:
-        line = f"{line}; given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
-        return Verdict(cause, Decision.GIVE_UP, line, first)
+    spent = requeues_spent(facts.history, facts.budgets.max_requeues, facts.gained_s)
+    if spent is not None:
+        return Verdict(cause, Decision.GIVE_UP, f"{line}; {spent}", first)
     return Verdict(cause, Decision.REQUEUE, line, first)
+
+
+def requeues_spent(history: Sequence[Past], limit: int, gained_s: float = 0.0) -> str | None:
+    """Return why a job may not be requeued after an attempt whose new checkpoints hold ``gained_s``, or None."""
+    if limit == 0:
+        return "given up (retry.max_requeues: 0)"
+    before = requeues_in_vain(history)
+    if gained_s == 0.0 and before >= limit:
+        return f"given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
+    return None
 
 
 def _at(facts: Facts) -> str:
