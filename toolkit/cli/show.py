@@ -63,7 +63,7 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
         try:
             stand = stands[row.path] = submitted_run.of_jobs(jobs[row.path], answers, here)
         except (OSError, DamagedFileError) as error:
-            row.state, row.why, row.silent = UNREADABLE, str(error).replace(f"{row.path}/", ""), False
+            _note_unreadable(row, error)
             continue
         row.job_id, job = stand.job_id, stand.job
         row.why = row.why or _launch_failure(row, job)
@@ -79,10 +79,18 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
         elif row.executor == "slurm" and row.job_id:  # its job is on another cluster
             stand = RunStanding(Life.UNSEEN, row.job_id)
         else:
-            stand = submitted_run.without_job(RunDir(Path(row.path)), row.executor)
+            try:
+                stand = submitted_run.without_job(RunDir(Path(row.path)), row.executor)
+            except (OSError, DamagedFileError) as error:
+                _note_unreadable(row, error)
+                continue
         is_forgotten = _quiet_s(row.updated) > HEARD_S
         row.state = stand.in_words(row.state, row.asked, is_silent=row.silent, is_forgotten=is_forgotten)
     return rows
+
+
+def _note_unreadable(row: RunRow, error: Exception) -> None:
+    row.state, row.why, row.silent = UNREADABLE, str(error).replace(f"{row.path}/", ""), False
 
 
 def _quiet_s(updated: float | None) -> float:

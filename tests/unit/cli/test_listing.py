@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +24,7 @@ from toolkit.files import rundir
 from toolkit.files.run_files import JobUsage, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
+from toolkit.run.records import submitted_run
 from toolkit.slurm import commands
 
 
@@ -223,6 +226,18 @@ def test_many_waiting_runs_cost_one_call_and_say_what_they_wait_for(
     assert len(slurm.asked_for_jobs) == 2  # the second about the jobs that this Slurm never had
     assert "waits for free nodes (Resources); Slurm expects it to start at " in command("status", run.id)
     assert len(slurm.asked_for_jobs) == 2
+
+
+def test_a_silent_run_whose_owner_cannot_be_read_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    for number in range(2):
+        made = rundir.create(f"run{number}")
+        made.config.write_text("")
+        made.write_status(RunStatus.from_json({"state": "running", "updated": 1.0, "progress": {}}))
+    monkeypatch.setattr(submitted_run, "without_job", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    lines = command("status").splitlines()
+    assert len([line for line in lines if "unreadable" in line]) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------- slow nodes

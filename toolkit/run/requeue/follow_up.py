@@ -365,7 +365,7 @@ def _words(line: str) -> list[str]:
     characters = iter(line + " ")
     for each in characters:
         if each == "\\":
-            word += next(characters)
+            word += next(characters, "")
         elif each == quote:
             quote = ""
         elif each in "\"'" and not quote:
