@@ -17,11 +17,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 68_135,
+    "lines of toolkit/": 68_138,
     "files of toolkit/": 381,
     "classes of toolkit/": 667,
     "functions of toolkit/": 4611,
-    "lines of the core": 45_361,
+    "lines of the core": 45_364,
     "files of the core": 259,
     "lines of plugins": 22_774,
     "files of plugins": 122,

@@ -146,7 +146,7 @@ class Loader:
     ) -> None:
         """Set the loader up; no sample is loaded yet.
 
-        ``split`` is global, or one of :func:`~.split.samples_of`. ``repeats`` is how often a global batch has each
+        ``split`` is global, or one of :func:`~.sampler.samples_of`. ``repeats`` is how often a global batch has each
         sample, see :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew.
         ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
         returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.

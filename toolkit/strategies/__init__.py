@@ -56,6 +56,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
         raise ConfigError(
             "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
         )
+    # Of ddp, fsdp, zero and dp it is build_spmd, below.
     build = registry.part_of("strategies", config.name, registry.strategy(config.name).build)
     return build(config, session, train)  # type: ignore[no-any-return]
 

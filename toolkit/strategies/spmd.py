@@ -87,7 +87,8 @@ class Spmd(CollectiveDefaults):
         assert batch is not None, "build() made sure that every share holds a sample"
         self._update.begin()
         means = self._forward_backward(batch)
-        return StepOutput.of(means, self._update.apply(lr))
+        skipped = self._update.apply(lr)  # the optimizer steps
+        return StepOutput.of(means, skipped)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:

@@ -114,6 +114,7 @@ class Trainer(LoopEngine):
             self._boundary()
             if loaded is not None:
                 self._log_rate_change(loaded.meta["learning_rate"])
+            # After each body, LoopEngine ends the step: it saves, evaluates, reports and stops.
             for batch in self._steps_of(self._batches(), lambda: self.step >= self._total):
                 self._train_step(batch)
                 del batch

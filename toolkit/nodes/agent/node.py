@@ -310,7 +310,7 @@ class Agent:
                 self._watcher, self._heard = None, time.monotonic()  # a failed watch is started again
                 self._is_over |= status == 0
         if has_reaped:
-            self._processes.end_asked()
+            self._processes.report_ended()
             self._processes.end_strays(self._helpers.pids)
 
 

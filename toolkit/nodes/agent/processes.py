@@ -139,7 +139,7 @@ class Processes:
 
     def look_at_the_clock(self) -> None:
         now, zygote = time.monotonic(), self._zygote
-        self.end_asked()
+        self.report_ended()
         if self._held_until is not None and now >= self._held_until:
             self.use_copies({})
         if zygote and not zygote.has_ended:
@@ -341,9 +341,9 @@ class Processes:
         child.no_memory = child.code == -signal.SIGKILL and this_node.oom_kills() > child.ooms
         if child.rank is not None and child.code == -signal.SIGTERM:  # perhaps sent to all by Slurm
             child.asked |= receivers(pid, signal.SIGTERM)
-        self.end_asked()
+        self.report_ended()
 
-    def end_asked(self) -> None:
+    def report_ended(self) -> None:
         """Report the ranks of which all processes have ended that were asked to. What else they have left is killed."""
         for pid, child in list(self._children.items()):
             if child.code is None or any(stat and not stat.has_ended for stat in map(procfs.read, child.asked)):
@@ -351,9 +351,9 @@ class Processes:
             now = time.monotonic()
             child.end_by = min(child.end_by, now + (REST_S if child.asked - {pid} else 0.0))
             if now >= child.end_by or not _is_there(pid):
-                self._end(pid, child)
+                self._report_end(pid, child)
 
-    def _end(self, pid: int, child: _Child) -> None:
+    def _report_end(self, pid: int, child: _Child) -> None:
         del self._children[pid]
         assert child.code is not None
         _kill(pid, child)

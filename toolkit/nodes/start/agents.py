@@ -535,7 +535,7 @@ class Agents:
             case messages.NodeSick(what):
                 known = self.sick_hosts.get(host)
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
-            case _:
+            case _:  # such as ProcessEnded, which AgentLauncher takes
                 self._tell(lambda user: user.take_message(host, message))
 
     def _tell(self, tell: Callable[[AgentUser], None]) -> None:
