@@ -15,7 +15,7 @@ from unittest.mock import patch
 from tests.scale import Curve
 from tests.unit.run.test_supervisor import Ranks
 from toolkit import config as configs
-from toolkit.base import fsio
+from toolkit.base import fsio, process_limits
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
@@ -38,6 +38,7 @@ def end(nodes: int) -> Mapping[str, float]:
                 gone = tuple(range(node * RANKS_A_NODE, (node + 1) * RANKS_A_NODE))
                 ranks.events.put(RanksExited(gone, f"node{node}", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
+    process_limits.change(error_reports_s=0.01)
     config, slurm = JobConfig(), FakeSlurm()
     config.cluster.preflight = False
     config.data.global_batch_size = nodes * RANKS_A_NODE
@@ -47,7 +48,6 @@ def end(nodes: int) -> Mapping[str, float]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(supervisor, "refuse_too_many_ranks"),
-        patch.object(attempt_loop, "ERROR_REPORTS_S", 0.01),
         patch.object(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: set()),
         patch.object(attempt_loop.log, "error"),
     ):
