@@ -186,6 +186,8 @@ def _end_of(path: Path, step: int | None) -> int:
         # Line by line from the end, until one is of the resumed step or before.
         if _step_in(lines[end:] + b"\n") is not None:  # only the line break is missing
             end = len(lines)
+        elif b"\0" in lines[end:]:  # no kill leaves zeros: a node has died, and lines before the step may be lost
+            return _written_anew(path, step)
         while end:
             start = lines.rfind(b"\n", 0, end - 1) + 1
             found = _step_in(lines[start:end])

@@ -175,6 +175,14 @@ def test_a_line_whose_break_alone_is_missing_is_kept(tmp_path: Path, change_limi
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_zeros_that_a_dead_node_has_left_at_the_end_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2' + "\0" * 40)
+    JsonlSink(path, 2, Clock()).close()
+    assert path.read_text() == '{"step": 1}\n'
+    assert f"{path} has lines that cannot be read" in caplog.text
+
+
 def test_an_evaluation_at_a_logged_step_joins_its_line_also_across_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, None, Clock())
