@@ -17,16 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 68_140,
+    "lines of toolkit/": 68_147,
     "files of toolkit/": 381,
     "classes of toolkit/": 667,
     "functions of toolkit/": 4611,
-    "lines of the core": 45_366,
+    "lines of the core": 45_373,
     "files of the core": 259,
     "lines of plugins": 22_774,
     "files of plugins": 122,
     "hooks": 0,
-    "lines of tests/": 83_851,  # 280 more: a test for each of twenty faults, and the fixture that changes limits
+    "lines of tests/": 83_853,  # 280 more: a test for each of twenty faults, and the fixture that changes limits
     "tests' setattr of a constant": 0,
     "words of docs": 74_780,
 }

@@ -309,6 +309,8 @@ def read_lines(path: Path, kind: type[T], *, skips_damage: bool = False) -> list
             damage = damage or error
     if damage is not None:
         warn_once(f"{str(damage).removesuffix(_ADVICE)}; lines that do not fit are left out")
+    if b"\0" in last:
+        warn_once(f"{path}: its last line holds zeros, as a node that died leaves them, and is left out")
     # The last line has no line break: it counts if only that is missing.
     with contextlib.suppress(TornFileError), _refused(f"{path}, the last line,"):
         found.append(decode(kind, _parse(last)))

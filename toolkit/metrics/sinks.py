@@ -168,6 +168,10 @@ def _binned(values: torch.Tensor) -> tuple[NDArray[np.float64], NDArray[np.float
     return numbers, np.histogram_bin_edges(numbers, _EQUAL_BINS)
 
 
+#: How every line begins, and so what a kill leaves of one.
+_BEGIN = b'{"step": '
+
+
 def _end_of(path: Path, step: int | None) -> int:
     """Return the byte where the lines after ``step`` begin.
 
@@ -184,10 +188,11 @@ def _end_of(path: Path, step: int | None) -> int:
     with fsio.open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
         end = lines.rfind(b"\n") + 1
         # Line by line from the end, until one is of the resumed step or before.
-        if _step_in(lines[end:] + b"\n") is not None:  # only the line break is missing
+        rest = lines[end:]
+        if _step_in(rest + b"\n") is not None:  # only the line break is missing
             end = len(lines)
-        elif b"\0" in lines[end:]:  # no kill leaves zeros: a node has died, and lines before the step may be lost
-            return _written_anew(path, step)
+        elif not _BEGIN.startswith(rest[: len(_BEGIN)]) or b"\0" in rest:
+            return _written_anew(path, step)  # no kill leaves that: lines before the step may be lost
         while end:
             start = lines.rfind(b"\n", 0, end - 1) + 1
             found = _step_in(lines[start:end])

@@ -175,9 +175,10 @@ def test_a_line_whose_break_alone_is_missing_is_kept(tmp_path: Path, change_limi
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_zeros_that_a_dead_node_has_left_at_the_end_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rest", ['{"step": 2' + "\0" * 40, "null"])
+def test_an_end_that_no_kill_leaves_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, rest: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2' + "\0" * 40)
+    path.write_text('{"step": 1}\n' + rest)
     JsonlSink(path, 2, Clock()).close()
     assert path.read_text() == '{"step": 1}\n'
     assert f"{path} has lines that cannot be read" in caplog.text
