@@ -26,7 +26,7 @@ CEILINGS = {
     "lines of plugins": 22_774,
     "files of plugins": 122,
     "hooks": 0,
-    "lines of tests/": 83_853,  # 280 more: a test for each of twenty faults, and the fixture that changes limits
+    "lines of tests/": 83_855,  # 280 more: a test for each of twenty faults, and the fixture that changes limits
     "tests' setattr of a constant": 0,
     "words of docs": 74_780,
 }

@@ -1,6 +1,6 @@
 """How long this process waits for others, how often it looks, and how much it takes at once.
 
-Times and sizes of which nothing else depends, and that no test must shorten, stand where they are used.
+Times and sizes on which nothing else depends, and that no test must shorten, stand where they are used.
 """
 
 from __future__ import annotations

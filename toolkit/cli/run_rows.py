@@ -97,10 +97,10 @@ def _row_of(run: RunDir, *, is_whole: bool) -> RunRow:
 
 def unreadable(run: str, name: str, path: Path, error: Exception) -> RunRow:
     """Return the row of a run, or of a sweep, one of whose files cannot be read."""
-    return RunRow(run, name, str(path), UNREADABLE, why=_short(path, str(error)))
+    return RunRow(run, name, str(path), UNREADABLE, why=without_folder(path, str(error)))
 
 
-def _short(path: Path, why: str | None) -> str | None:
+def without_folder(path: Path, why: str | None) -> str | None:
     """Return an error with the file's name in its folder: the row has the path of that."""
     return why and why.replace(f"{path}/", "")
 
@@ -140,7 +140,7 @@ def _row(run: RunDir, is_whole: bool) -> RunRow:
         submitted=rundir.time_of_id(run.id),  # a requeued or resumed run has a job of a later submit time
         updated=status.updated,
         ended=status.ended if result is not None else None,
-        why=result.why if result is not None else _short(run.path, status.why) if state is None else None,
+        why=result.why if result is not None else without_folder(run.path, status.why) if state is None else None,
     )
     if not run.config.exists():
         row.why = f"{run.config.name} is missing"

@@ -15,7 +15,7 @@ from toolkit.base.errors import DamagedFileError, ToolkitError
 from toolkit.base.process_limits import limits
 from toolkit.base.procfs import Life
 from toolkit.cli import columns, notes
-from toolkit.cli.run_rows import OVER, RunRow, read_rows
+from toolkit.cli.run_rows import OVER, RunRow, read_rows, without_folder
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, RunState, state_word
 from toolkit.files.rundir import RunDir
@@ -90,7 +90,7 @@ def with_slurm(rows: list[RunRow], ask: Callable[[list[str]], Mapping[str, JobSt
 
 
 def _note_unreadable(row: RunRow, error: Exception) -> None:
-    row.state, row.why, row.silent = UNREADABLE, str(error).replace(f"{row.path}/", ""), False
+    row.state, row.why, row.silent = UNREADABLE, without_folder(Path(row.path), str(error)), False
 
 
 def _quiet_s(updated: float | None) -> float:

@@ -221,6 +221,14 @@ def test_a_place_that_gives_no_answer_is_not_waited_for_for_ever(
     wait_for(lambda: steps(tmp_path / "second") == [200], 20, "the copy")
 
 
+def finish(go: threading.Event) -> None:
+    """Let the threads that are still copying finish."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "second-place"]
+    go.set()
+    for thread in threads:
+        thread.join(20)
+
+
 @pytest.mark.usefixtures("impatient")
 def test_what_arrives_after_the_training_has_begun_does_not_come_home(
     home: CheckpointFolder, second: SecondPlace, slow: threading.Event
@@ -230,10 +238,7 @@ def test_what_arrives_after_the_training_has_begun_does_not_come_home(
     shutil.rmtree(home.path(200))
     slow.clear()
     assert second.fetch(home) is None
-    threads = [thread for thread in threading.enumerate() if thread.name == "second-place"]
-    slow.set()
-    for thread in threads:
-        thread.join(20)
+    finish(slow)
     assert steps(home.folder) == [100, 50]
     assert home.remove_leftovers() == []
 
@@ -252,10 +257,7 @@ def test_what_is_checked_after_the_training_has_begun_does_not_come_home(
 
     monkeypatch.setattr(manifests, "check_parts", slow_at_the_end)
     assert second.fetch(home) is None
-    threads = [thread for thread in threading.enumerate() if thread.name == "second-place"]
-    go.set()
-    for thread in threads:
-        thread.join(20)
+    finish(go)
     assert steps(home.folder) == [100, 50]
 
 

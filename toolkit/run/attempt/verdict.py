@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 from toolkit.base.errors import EXIT_STOPPED
@@ -215,20 +216,21 @@ def _requeue(facts: Facts, cause: Cause, line: str) -> Verdict:
     """
     # A preemption ends the ranks by itself. What they say of it is no failure.
     first = first_failure(facts.failures) if cause is Cause.NODE_FAILURE else None
-    spent = requeues_spent(facts.history, facts.budgets.max_requeues, facts.gained_s)
-    if spent is not None:
-        return Verdict(cause, Decision.GIVE_UP, f"{line}; {spent}", first)
-    return Verdict(cause, Decision.REQUEUE, line, first)
+    return replace(
+        requeue_within(facts.budgets.max_requeues, facts.history, cause, line, facts.gained_s), first_failure=first
+    )
 
 
-def requeues_spent(history: Sequence[Past], limit: int, gained_s: float = 0.0) -> str | None:
-    """Return why a job may not be requeued after an attempt whose new checkpoints hold ``gained_s``, or None."""
-    if limit == 0:
-        return "given up (retry.max_requeues: 0)"
+def requeue_within(limit: int, history: Sequence[Past], cause: Cause, line: str, gained_s: float = 0.0) -> Verdict:
+    """Requeue the job after an attempt that saved steps of ``gained_s``; give up where ``limit`` allows no more."""
     before = requeues_in_vain(history)
-    if gained_s == 0.0 and before >= limit:
-        return f"given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
-    return None
+    if limit == 0:
+        line = f"{line}; given up (retry.max_requeues: 0)"
+    elif gained_s == 0.0 and before >= limit:
+        line = f"{line}; given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
+    else:
+        return Verdict(cause, Decision.REQUEUE, line)
+    return Verdict(cause, Decision.GIVE_UP, line)
 
 
 def _at(facts: Facts) -> str:

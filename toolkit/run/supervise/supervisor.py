@@ -26,7 +26,7 @@ from toolkit.nodes.start.launcher import Launcher, refuse_too_many_ranks
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.attempt.facts import Cause, Decision, Stop, Verdict
-from toolkit.run.attempt.verdict import requeues_in_vain, requeues_spent
+from toolkit.run.attempt.verdict import requeue_within, requeues_in_vain
 from toolkit.run.records import stop_request
 from toolkit.run.records.ownership import Claim
 from toolkit.run.supervise import parts
@@ -167,10 +167,8 @@ class Supervisor:
         attempt.lose(bad)
         attempt.close()
         why = "too few good nodes to start on: " + "; ".join(f"{host}: {reason}" for host, reason in bad.items())
-        verdict = Verdict(Cause.NODE_FAILURE, Decision.REQUEUE, why)
-        spent = requeues_spent(self._journal.history(), self._config.retry.max_requeues)
-        if spent is not None:
-            verdict = Verdict(Cause.NODE_FAILURE, Decision.GIVE_UP, f"{why}; {spent}")
+        limit = self._config.retry.max_requeues
+        verdict = requeue_within(limit, self._journal.history(), Cause.NODE_FAILURE, why)
         record(self._context, attempt, verdict)
         return verdict
 
