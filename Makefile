@@ -97,20 +97,21 @@ bench-compare: .venv/ready-dev  ## measure again what docs/benchmarks/ holds: ra
 	$(BIN)/python -m tests.bench.compare $(NAMES)
 
 fuzz: .venv/ready-dev  ## thousands of odd inputs, with a count of what became of them. Again: TOOLKIT_FUZZ_SEED=N make fuzz
-	$(PYTEST) tests/house/fuzz -m soak -rP --show-capture=no -s
+	$(PYTEST) tests/house/fuzz $(HOURS) -m soak -rP --show-capture=no -s
 
 STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict
+HOURS := -o faulthandler_timeout=0
 soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours. A part: soak-24.11-strict STORIES=tests/slurm/test_stop.py
 soak-local: .venv/ready-dev
-	$(PYTEST) $(ABREAST) -m "(soak or sample) and not slurm"
+	$(PYTEST) $(ABREAST) $(HOURS) -m "(soak or sample) and not slurm"
 soak-%: .venv/ready-dev
-	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) $(ABREAST) -m slurm $(STORIES)
+	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) $(ABREAST) $(HOURS) -m slurm $(STORIES)
 
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock
 	$(BIN)/uv pip compile pyproject.toml --extra images --universal $(LOCK) -o requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra images --extra mpi --extra integrations --extra shards --extra optuna --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra images --extra mpi --extra integrations --extra shards --extra optuna --extra web --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
 	printf 'torch==2.6.*\ntorchvision\npytest\npytest-xdist\nhypothesis\n' | $(BIN)/uv pip compile pyproject.toml - --python-platform x86_64-manylinux_2_28 $(LOCK) -o requirements-torch-2.6.lock
 	echo "mkdocs-material" | $(BIN)/uv pip compile - --universal $(LOCK) -o requirements-docs.lock
 LOCK := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate -q --upgrade

@@ -51,7 +51,9 @@ class Params:
     def __post_init__(self) -> None:
         for name, most in (("label_smoothing", 1), ("mixup", 100), ("cutmix", 100)):
             if not 0 <= getattr(self, name) <= most:
-                raise toolkit.ConfigError(f"params.{name}: {getattr(self, name)} is refused; from 0 to {most}")
+                raise toolkit.ConfigError(
+                    f"params.{name}: {getattr(self, name)} is out of range; must be between 0 and {most}"
+                )
 
 
 class Classify(toolkit.Job):

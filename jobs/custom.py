@@ -62,8 +62,8 @@ class Gan(toolkit.Job):
         step.descend("generator", fooled)
         return fooled.detach()
 
-    def evaluate(self, model: toolkit.Forward, batch: toolkit.Batch) -> dict[str, toolkit.Rows]:
-        return {"made": toolkit.Rows(self.made(model, batch)), "real": toolkit.Rows(batch.inputs.flatten(1))}
+    def evaluate(self, model: toolkit.Forward, batch: toolkit.Batch) -> dict[str, toolkit.Gathered]:
+        return {"made": toolkit.Gathered(self.made(model, batch)), "real": toolkit.Gathered(batch.inputs.flatten(1))}
 
     def summary(self, figures: Mapping[str, Tensor]) -> dict[str, float]:
         return {"frechet": frechet(figures["made"].double(), figures["real"].double())}

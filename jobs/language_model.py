@@ -20,7 +20,7 @@ Texts as tokens of any tokenizer, instead of bytes::
     toolkit data tokenize books/ more.jsonl --tokenizer tokenizer.json --out tokens
     toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root=tokens
 
-Weights in Hugging Face's Llama format, of a model on whose tokens it goes on, and back::
+Weights in Hugging Face's Llama format, of a model on whose tokens it continues, and back::
 
     toolkit submit ... params.hf_config=/models/llama/config.json model.init_from=/models/llama
     toolkit export RUN OUT --format safetensors      # transformers loads the folder OUT

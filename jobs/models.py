@@ -66,7 +66,7 @@ def _torchvision(name: str, classes: int, shape: Shape, evaluated: Shape) -> nn.
         raise ConfigError(f"model.name: {name} needs torchvision: pip install 'slurm-batch-toolkit[images]'") from error
     names = catalogue.list_models(module=catalogue)
     if name not in names:
-        raise ConfigError(f"model.name: there is no {name!r}; valid: {', '.join([*_OWN, *names])}")
+        raise ConfigError(f"model.name: unknown value {name!r}; valid: {', '.join([*_OWN, *names])}")
     make = partial(catalogue.get_model, name, weights=None, num_classes=classes, **_options(name, shape))
     for each in dict.fromkeys((shape, evaluated)):
         _probe(make, name, classes, each)

@@ -3,7 +3,7 @@
 #
 #   sbatch sbatch/ddp_het.sh                                              # two ranks on one node, one on each of two others
 #   sbatch -p fast sbatch/ddp_het.sh                                      # the first component in another partition
-#   sbatch -p fast : -p slow sbatch/ddp_het.sh configs/digits_ddp.yaml data.share=auto
+#   sbatch -p fast : -p slow sbatch/ddp_het.sh configs/digits_ddp.yaml data.balance=auto
 #
 # Ranks fill one component after the other. What sbatch gets before a colon is for the first component, what it gets
 # behind it for the next.

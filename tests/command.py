@@ -1,7 +1,5 @@
 """`toolkit` in the process of a test, with the exit code that the test expects."""
 
-from __future__ import annotations
-
 import pytest
 from _pytest.capture import CaptureResult
 

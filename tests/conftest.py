@@ -1,7 +1,5 @@
 """Rules for every test: umask, garbage collection, and a sample of long families."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -74,8 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def change_limits() -> Iterator[ChangeLimits]:
     """Changes times of this process for a test: ``change_limits(retry_every_s=0.01)``."""
     before = process_limits.limits()
-    yield process_limits.change
-    process_limits.put_back(before)
+    yield process_limits.override
+    process_limits.restore(before)
 
 
 #: What refuses a thing that an older torch lacks, as a test or its ranks and commands show it.

@@ -15,6 +15,25 @@ import pytest
 OPERATIONS = ("mkdir", "chmod", "open", "fchmod", "fsync", "fdatasync", "replace", "rename", "unlink", "rmdir")
 
 
+class Killed(BaseException):
+    """Stands for the death of the process. No handler of an Exception catches it."""
+
+
+@contextmanager
+def killed_at(number: int) -> Iterator[None]:
+    """Die at operation ``number`` of this thread, from 0 on. The dead do nothing more: each later one raises, too."""
+    count = 0
+
+    def die(name: str, path: str) -> None:
+        nonlocal count
+        count += 1
+        if count > number:
+            raise Killed
+
+    with pytest.raises(Killed), file_operations(die):
+        yield
+
+
 @contextmanager
 def file_operations(seen: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``seen`` with name and path before each operation of this thread that changes the disk; it may raise.

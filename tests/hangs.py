@@ -1,7 +1,5 @@
 """A job that hangs in its first attempt, in each way of training jobs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 #: The reference job, with its data sample by sample: a loader (or its worker) reads them one after the other. A rank
@@ -46,7 +44,7 @@ class Hanging(Classify):
     def setup(self):
         super().setup()
         if KIND == "slow":
-            process_limits.change(written_piece_bytes=8192)
+            process_limits.override(written_piece_bytes=8192)
             os.fdatasync = lambda fd: time.sleep({pause_s})
 
     def train_set(self):

@@ -1,7 +1,5 @@
 """README.md and docs/ as tests read them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,9 +1,12 @@
 """What `make test` runs of the tests with processes or a Slurm: each promise once. `make test-all` runs them all."""
 
-from __future__ import annotations
+from toolkit import registry
 
+#: Strategies that have tests of their own instead of the contract's: one process with all GPUs of a node, a choice
+#: between three of the others, and a step that the job makes.
+BESIDE_THE_CONTRACT = {"dp", "auto", "custom"}
 _RESUMED = "test_training_continued_in_fresh_processes_has_the_bits_of_an_uninterrupted_one"
-_STRATEGIES = ("ddp", "fsdp", "zero", "parameter_server", "tensor", "pipeline", "local_sgd", "topk")
+_STRATEGIES = (*(name for name in registry.STRATEGIES if name not in BESIDE_THE_CONTRACT), "topk")
 SMOKE = frozenset(
     {
         *(f"tests/dist/test_strategy_contract.py::{_RESUMED}[{strategy}]" for strategy in _STRATEGIES),

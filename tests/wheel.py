@@ -1,7 +1,5 @@
 """The wheel, built from this checkout and installed where there is no checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -16,12 +16,12 @@ __all__ = [
     "Custom",
     "Dataset",
     "Forward",
+    "Gathered",
     "Job",
     "JobConfig",
     "Loss",
     "PairMixing",
     "RawTokens",
-    "Rows",
     "Run",
     "ShardedData",
     "Share",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from toolkit.run.submission.handle import Run, find, runs
     from toolkit.run.submission.submit import submit
     from toolkit.strategies import Custom
-    from toolkit.strategies.objective import Forward, Loss, Rows
+    from toolkit.strategies.objective import Forward, Gathered, Loss
     from toolkit.train.job import Job
     from toolkit.train.start import current, start
     from toolkit.train.user_loop import TrainingRun
@@ -72,7 +72,7 @@ _MODULES = {
     "toolkit.run.submission.handle": ("Run", "find", "runs"),
     "toolkit.run.submission.submit": ("submit",),
     "toolkit.strategies": ("Custom",),
-    "toolkit.strategies.objective": ("Forward", "Loss", "Rows"),
+    "toolkit.strategies.objective": ("Forward", "Loss", "Gathered"),
     "toolkit.train.job": ("Job",),
     "toolkit.train.start": ("current", "start"),
     "toolkit.train.user_loop": ("TrainingRun",),

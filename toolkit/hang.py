@@ -27,7 +27,7 @@ from pathlib import Path
 
 from toolkit.base import fsio
 from toolkit.files import rundir
-from toolkit.nodes.agent.reports import LONGEST_LOOK_S, Digest
+from toolkit.nodes.agent.reports import LONGEST_LOOK_S, ProgressSummary
 
 STUCK_SHARE = 0.5
 #: Until the first step of an attempt has ended: imports from a cold disk and opening the network take long and show no
@@ -43,9 +43,9 @@ class Watchdog:
         self._timeout_s, self._clock, self._looked = timeout_s, clock, clock()
         self._now = self._progress = 0.0
         self._has_begun = False
-        self.nodes: dict[str, Digest] = {}  #: the last digest of each node
+        self.nodes: dict[str, ProgressSummary] = {}  #: the last digest of each node
 
-    def hear(self, host: str, digest: Digest) -> None:
+    def on_report(self, host: str, digest: ProgressSummary) -> None:
         """Take a node's digest of its ranks, whether it has anything new or not."""
         self._pass_time()
         known = self.nodes.get(host)
@@ -58,14 +58,14 @@ class Watchdog:
     def is_stuck(self) -> bool:
         """True if there was no progress for too long. To be called more often than every ``LONGEST_LOOK_S``."""
         self._pass_time()
-        return self._now - self._progress > self.bound_s
+        return self._now - self._progress > self.stall_limit_s
 
     @property
-    def bound_s(self) -> float:
+    def stall_limit_s(self) -> float:
         return self._timeout_s * (STUCK_SHARE if self._has_begun else START_SHARE)
 
     @property
-    def still_s(self) -> float:
+    def stalled_s(self) -> float:
         return self._now - self._progress
 
     def _pass_time(self) -> None:
@@ -123,7 +123,7 @@ def flight_path(folder: Path, rank: int | str) -> Path:
     return folder / f"flight-{rank}"
 
 
-def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+def install_stack_dump(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     """Answer ``ASK`` from now on, if this rank has a supervisor. Call it in the main thread, as early as possible."""
     folder = _folder(environ)
     if folder is None:
@@ -142,7 +142,7 @@ def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     follow_up.start()
 
 
-def answer_in_worker(worker: int, environ: Mapping[str, str] = os.environ) -> None:
+def install_worker_dump(worker: int, environ: Mapping[str, str] = os.environ) -> None:
     """Answer ``ASK`` in a forked data worker, in another file: it and its rank would tear each other's lines."""
     folder = _folder(environ)
     if folder is not None:

@@ -21,28 +21,28 @@ log = logs.get(__name__)
 INTERFACE = 1
 
 #: * ``commands``: a module with a docstring for the help, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args)``.
-#: * ``strategies``: for a value of ``strategy.name``, a :class:`StrategyKind`, in a module that imports no torch.
-#: * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.catalog.Entry`.
-#: * ``trackers``: for a word after `toolkit sync RUN`, a class, see `toolkit.plugins.trackers`.
+#: * ``strategies``: for a value of ``strategy.name``, a :class:`StrategySpec`, in a module that imports no torch.
+#: * ``datasets``: for a value of ``data.name``, a :class:`toolkit.config.dataset_catalog.Entry`.
+#: * ``trackers``: for a word after `toolkit upload RUN`, a class, see `toolkit.plugins.trackers`.
 #: * ``backends``: for a value of ``dist.backend``, see :class:`toolkit.ranks.device.Backend`.
 #: * ``devices``: for torch's name of a type of device, a :class:`toolkit.devices.kinds.DeviceKind`.
 #: * ``adapters``: a module: a script that calls something of it has the toolkit in its loop, as by `toolkit.start()`.
 Kind: TypeAlias = Literal["commands", "strategies", "datasets", "trackers", "backends", "devices", "adapters"]
 
 
-class StrategyKind(NamedTuple):
+class StrategySpec(NamedTuple):
     """A strategy, and what holds of it for the checks of a config. The defaults are those of the job's own step."""
 
     #: ``module:function``, called as ``build(config, session, train)``: a :class:`toolkit.strategies.protocol.Strategy`
     build: str
     checks: str = "toolkit.config.validation:StrategyChecks"  #: a subclass of this: what else it refuses in a config
     #: its state has the same names and values as that of the others with this trait (local_sgd: at the end of a round,
-    #: with the mean); another of them may continue a run, to rounding
+    #: with the mean); another of them may continue a run, to rounding. What it alone keeps is named `update/...`
     same_state: bool = False
     whole_update: bool = False  #: it does everything that ``train:`` asks for between gradients and weights
     sync_batch_norm: bool = False  #: BatchNorm may use all ranks' samples
     sharded: bool = False  #: a rank holds a part of each weight, or of many
-    own_time: bool = False  #: its ranks compute a step up to its backward pass before they wait for each other
+    local_stopwatch: bool = False  #: its ranks compute a step up to its backward pass before they wait for each other
     #: what it can do that most others cannot: the keys ``cpu_offload``, ``prefetch_blocks``, ``tensor_plan``,
     #: ``sequence_parallel``, ``find_unused``, ``compression`` (``bf16_compression``: in bf16 alone) and
     #: ``channels_last``, and the precision ``fp16``
@@ -53,21 +53,21 @@ class StrategyKind(NamedTuple):
 
 _P, _METHODS, _CUT = "toolkit.plugins", "toolkit.plugins.methods", "toolkit.plugins.model_parallel"
 #: All ranks make the same steps.
-_STEPS = StrategyKind("toolkit.strategies:build_spmd", same_state=True, whole_update=True)
+_STEPS = StrategySpec("toolkit.strategies:build_spmd", same_state=True, whole_update=True)
 _OPTIONS, _GATHERS = ("find_unused", "compression", "channels_last", "fp16"), ("prefetch_blocks", "bf16_compression")
 _SHARDS = _STEPS._replace(sync_batch_norm=True, sharded=True, options=_GATHERS, mesh=("shards", "replicas"))
 STRATEGIES = {
-    "ddp": _STEPS._replace(sync_batch_norm=True, own_time=True, options=_OPTIONS),
+    "ddp": _STEPS._replace(sync_batch_norm=True, local_stopwatch=True, options=_OPTIONS),
     "fsdp": _SHARDS._replace(options=(*_GATHERS, "cpu_offload")),
     "zero": _SHARDS,
     "dp": _STEPS,
-    # Never built from here: train/run_job.py makes a Custom of the job's own parts.
-    "custom": StrategyKind("toolkit.strategies:build_spmd", "toolkit.config.validation:CustomChecks"),
+    # Never built from here: train/job.py makes a Custom of the job's own parts.
+    "custom": StrategySpec("toolkit.strategies:build_spmd", "toolkit.config.validation:CustomChecks"),
     "auto": _STEPS._replace(
         build=f"{_METHODS}.auto:build", checks=f"{_METHODS}.checks:AutoChecks", sync_batch_norm=True
     ),
-    "local_sgd": StrategyKind(f"{_METHODS}.local_sgd:build", f"{_METHODS}.checks:LocalSgdChecks", same_state=True),
-    "parameter_server": StrategyKind(
+    "local_sgd": StrategySpec(f"{_METHODS}.local_sgd:build", f"{_METHODS}.checks:LocalSgdChecks", same_state=True),
+    "parameter_server": StrategySpec(
         f"{_METHODS}.parameter_server.servers:build", f"{_METHODS}.checks:ParameterServerChecks", same_state=True
     ),
     "pipeline": _STEPS._replace(
@@ -81,16 +81,15 @@ STRATEGIES = {
         mesh=("tensor", "replicas", "shards"),
     ),
 }
-_COMMANDS = """cancel checkpoint compare completion data doctor env evaluate exec export follow gc generate init logs
-    new profile report resume resume-check rm run shell stacks status stop submit supervise sweep sync tensorboard
-    watch why"""
-_IMAGES, _TOKENS = f"{_P}.formats.images.catalog", f"{_P}.formats.tokens.catalog"
+_COMMANDS = """cancel checkpoint compare completion data doctor evaluate exec export follow gc generate logs new
+    placement profile report resume resume-check rm run serve shell site stacks status stop submit supervise sweep
+    tensorboard upload watch why"""
+_OF_FILES = ("mnist", "fashion_mnist", "cifar10", "image_folder", "text", "tokens")
 BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "commands": {name: f"toolkit.cli.commands.{name.replace('-', '_')}" for name in _COMMANDS.split()},
     "strategies": {name: kind.build for name, kind in STRATEGIES.items()},
-    "datasets": {name: f"toolkit.config.catalog:{name.upper()}" for name in ("digits", "synthetic")}
-    | {name: f"{_IMAGES}:{name.upper()}" for name in ("mnist", "fashion_mnist", "cifar10", "image_folder")}
-    | {name: f"{_TOKENS}:{name.upper()}" for name in ("text", "tokens")},
+    "datasets": {name: f"toolkit.config.dataset_catalog:{name.upper()}" for name in ("digits", "synthetic")}
+    | {name: f"{_P}.formats.dataset_catalog:{name.upper()}" for name in _OF_FILES},
     "trackers": {name: f"{_P}.trackers.{name}:{name.capitalize()}" for name in ("mlflow", "wandb")},
     "backends": {**dict.fromkeys(("auto", "nccl", "xccl", "gloo"), "torch.distributed"), "mpi": f"{_P}.mpi.backend"},
     "devices": {},
@@ -132,15 +131,15 @@ def find(kind: Kind, name: str) -> Any:
     """
     if (path := where(kind, name)) is None:
         return None
-    found = part_of(kind, name, path)
-    if kind == "strategies" and not isinstance(found, StrategyKind):
-        raise PluginError(f"{path} is a {type(found).__name__}, and has to be a toolkit.registry.StrategyKind")
+    found = load_part(kind, name, path)
+    if kind == "strategies" and not isinstance(found, StrategySpec):
+        raise PluginError(f"{path} is a {type(found).__name__}, and has to be a toolkit.registry.StrategySpec")
     if (version := getattr(found, "interface", INTERFACE)) != INTERFACE:
         raise PluginError(f"{path} was written for version {version} of toolkit.{kind}; this is version {INTERFACE}")
     return found
 
 
-def part_of(kind: Kind, name: str, path: str) -> Any:
+def load_part(kind: Kind, name: str, path: str) -> Any:
     """Return what is at ``path``, which ``name`` gives: a module or ``module:attribute``. Raises as :func:`find`."""
     module, _, attribute = path.partition(":")
     try:
@@ -152,7 +151,7 @@ def part_of(kind: Kind, name: str, path: str) -> Any:
         raise PluginError(f"{name} of {kind} needs {path}, which cannot be loaded: {why}") from error
 
 
-def strategy(name: str) -> StrategyKind:
+def strategy(name: str) -> StrategySpec:
     """Return what is known of a strategy; of an unknown one that of a job's own step. Raises PluginError."""
     return STRATEGIES.get(name) or find("strategies", name) or STRATEGIES["custom"]
 

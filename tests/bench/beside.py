@@ -7,8 +7,6 @@ ranks under torchrun, which share nothing but files.
     python -m tests.bench.beside [--ranks N] [--rounds N]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -32,7 +30,7 @@ ROLES = {
     "its guard": r"submitit\.local\._local",
     "agent": r"toolkit\.nodes\.agent\.node",
     "zygote": r"toolkit\.nodes\.agent\.zygote",
-    "monitor": r"toolkit\.plugins\.node_watch\.program",
+    "monitor": r"toolkit\.plugins\.node_watch\.monitor_program",
     "store": r"toolkit\.ranks\.store_host",
     "rank": r"-m.toolkit.run",
 }

@@ -3,13 +3,11 @@
 Compared are our saves and those of torch, DCP and Lightning. `blocked` is the time that the loop waits: the median over
 the saves after the first. The first one, in brackets, also pays for new memory. `written` is the time until the bytes
 are on the disk, where the way tells. A plain copy into memory that exists already is the lower bound of every way that
-lets the training go on: one is made before each save, which is compared with it. Loading is measured last: ours
+lets the training continue: one is made before each save, which is compared with it. Loading is measured last: ours
 verifies every byte, ``torch.load`` verifies nothing.
 
     python -m tests.bench.checkpoint [--mib 1024] [--rounds 8]
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -34,7 +32,7 @@ from toolkit.checkpoint.reader import load
 from toolkit.config import CheckpointConfig
 from toolkit.hang import Activity
 from toolkit.ranks.state import Replicated
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.run_checkpoints import Checkpoints
 
 TENSORS = 16
 

@@ -8,8 +8,6 @@ distance from 1 is the error of a ratio on this machine.
     python -m tests.bench.collectives [--ranks 2] [--rounds 20]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

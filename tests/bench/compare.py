@@ -9,8 +9,6 @@ become worse.
 ``NAME`` is the name of a kept file. ``--fresh`` takes results from a folder, and writes the missing ones into it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

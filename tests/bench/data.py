@@ -11,8 +11,6 @@ of the free memory is not run.
     python -m tests.bench.data [--sizes 1000000 100000000 1000000000] [--rounds 3]
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing

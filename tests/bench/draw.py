@@ -5,8 +5,6 @@ Rows become bars, and results of ``tests.scale`` curves.
 python -m tests.bench.draw
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

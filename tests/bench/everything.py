@@ -2,12 +2,10 @@
 
     python -m tests.bench.everything [NAME ...] [--keep] [--peers FOLDER]
 
-``--keep`` writes docs/benchmarks/NAME.json, and then the tables and pictures of the pages. ``--peers`` is a folder from
+``--keep`` writes docs/benchmarks/NAME.json, and then the pictures of the pages. ``--peers`` is a folder from
 which the benches of shards and of a resume import the loaders of others. At the end it prints how long each one took,
 and ends with 1 if one has failed.
 """
-
-from __future__ import annotations
 
 import argparse
 import subprocess
@@ -15,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from tests.bench import draw, page
+from tests.bench import draw
 from tests.bench.record import KEPT
 
 #: Of each kept result: the words after ``python -m tests.``.
@@ -40,6 +38,7 @@ COMMANDS: Mapping[str, str] = {
     "sweep": "bench.sweep",
     "listing": "bench.listing",
     "monitor": "bench.monitor 300",
+    "files": "bench.files",
     "beside": "bench.beside",
     "why": "bench.why",
     "collectives": "bench.collectives",
@@ -67,7 +66,7 @@ def main() -> int:
     """Run those that are asked for, and print the seconds of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(COMMANDS)}")
-    parser.add_argument("--keep", action="store_true", help="write docs/benchmarks/NAME.json, tables and pictures")
+    parser.add_argument("--keep", action="store_true", help="write docs/benchmarks/NAME.json and the pictures")
     parser.add_argument("--peers", metavar="FOLDER")
     args = parser.parse_args()
     if unknown := set(args.names) - COMMANDS.keys():
@@ -80,7 +79,6 @@ def main() -> int:
         # After each bench, so that a run that is broken off leaves pages that agree with the files.
         if args.keep:
             draw.main()
-            page.main()
     print("\nseconds of each bench")
     for name, (seconds, is_right) in took.items():
         print(f"{name:16}{seconds:7.0f}{'' if is_right else '  failed'}")

@@ -5,7 +5,7 @@ gloo, a checkpoint every 20 steps and no spare node. Ours keeps its state in mem
 (`checkpoint.memory_every_steps: 1`). Slurm may requeue all jobs. Others are run as their pages say: ``torchrun
 --max-restarts`` under srun, and Lightning with the requeue of its SLURMEnvironment. Where ``--peers`` names a Python
 that has them, NVIDIA's ``ft_launcher`` (NVRx) and torchft run too. torchft has a lighthouse on the batch host and a
-group of replicas on each node. Under torchft the other rank goes on.
+group of replicas on each node. Under torchft the other rank continues.
 
 *Seconds* are from the fault to the first step of the restarted rank 1; at the time limit from the last step before it.
 Where nothing was restarted they are the longest pause between two steps. *Lost* are repeated steps. The box lets a
@@ -15,8 +15,6 @@ requeued job start after 6 s (Slurm's default is 121), and calls a node down aft
 
 With ``--json`` rounds that the file has already are not repeated, except those of the ways after ``--again``.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -176,7 +174,7 @@ class Job:
         (self.folder / "train.py").write_text(text)
         keys = ["cluster.nodes=2", "cluster.tasks_per_node=1", "checkpoint.every_steps=20"]
         keys.append("checkpoint.memory_every_steps=1")
-        keys += ["cluster.time_min=3", "cluster.signal_delay_s=20"] if is_short else ["cluster.time_min=600"]
+        keys += ["cluster.time_min=3", "cluster.save_before_limit_s=20"] if is_short else ["cluster.time_min=600"]
         self.site.run("toolkit", "submit", "train.py", *keys, cwd=self.folder, TOOLKIT_RUNS=str(self.disk / "runs"))
         self.id = self.box.run(["squeue", "--noheader", "--format=%A"]).stdout.split()[0]
 
@@ -193,9 +191,6 @@ class Job:
     def is_over(self) -> bool:
         row = self.box.run(["scontrol", "--oneliner", "show", "job", self.id], check=False).stdout
         return any(f"JobState={state} " in row for state in FINISHED) and "Reason=BeginTime" not in row
-
-
-# ---------------------------------------------------------------------------------------------------------- the faults
 
 
 def kill_rank(job: Job) -> Undo:
@@ -279,13 +274,13 @@ def outcome(job: Job, fault: str) -> dict[str, Any]:
     undo = FAULTS[fault](job)
     if fault == "time limit":
         began = job.steps(1)[-1]["time"] - 1e-3
-    mended = time.time() if fault in PASSING else began
+    fixed = time.time() if fault in PASSING else began
     deadline = time.monotonic() + 3 * BACK_S
     result, over_since = None, float("inf")
     while result is None and time.monotonic() < deadline:
         time.sleep(0.2)
         starts = notes(job.folder, 1, began)["start"]
-        since = starts[-1]["time"] if starts else mended + 2 if fault in PASSING else float("inf")
+        since = starts[-1]["time"] if starts else fixed + 2 if fault in PASSING else float("inf")
         if len(job.steps(1, since)) > 20:
             result = came_back(job, began, bool(starts))
         # A job that Slurm is about to requeue may be called PREEMPTED for a moment.

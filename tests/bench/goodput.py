@@ -16,8 +16,6 @@ context of a real job.
 torchft publishes 82 % at one failure a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -127,7 +125,7 @@ def measure(site: Site, minutes: float, every_s: float, memory: str) -> list[dic
     return [
         record.row("goodput", [100 * goodput], "%", better="more"),
         record.row(f"kills in {wall_s / 60:.0f} minutes", [len(recoveries)], ""),
-        record.row("steps made again after each", [again / len(recoveries)], "", better="less"),
+        record.row("repeated steps after each", [again / len(recoveries)], "", better="less"),
         record.row("kill to a step, seen in status.json", recoveries),
     ]
 

@@ -17,8 +17,6 @@ them.
     python -m tests.bench.images [--images 300] [--rounds 5] [--workers 0 2] [--names 100000] [--peers FOLDER]
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools
@@ -126,9 +124,7 @@ def ours(images: ImageConfig, device: str = "cpu") -> Epoch:
         data = our_set(root, images)
         loader = Loader(data, global_batch_size=BATCH, seed=0, share=Share(0, 1), workers=workers, device=device)
         for step in range(len(data) // BATCH):
-            batch = loader.at(step)
-            assert batch is not None
-            yield batch.inputs
+            yield loader.at(step).inputs
         loader.close()
 
     return epoch
@@ -309,7 +305,7 @@ def main() -> None:
         print(f"largest difference of an input, ours from plain: {largest:.2f} levels of 255")
         assert largest < 1.01, "they do not give the same images"
         node = state_memory.NodeFiles()  # as an agent holds them
-        os.environ[state_memory.PIXELS] = node.pixels
+        os.environ[state_memory.PIXEL_FILE] = node.pixel_file
         for _ in ours(CACHED)(root, 0):
             pass
         print(f"{'changes':7} {'workers':>7}  {'':29} {'images/s':>8} {'x plain':>7}  in each round")

@@ -8,8 +8,6 @@ the Trainer with its state in memory. A rank drawn at random is killed at a rand
 note each step that they have finished. *Made again* are steps that a rank had finished before.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -96,7 +94,7 @@ def one_blow(box: Box, folder: Path, dice: random.Random, what: str) -> tuple[fl
     began = time.time()
     wait_for(lambda: len(first_steps(folder, began)) == NODES, LIMIT_S, "a step of each rank")
     time.sleep(dice.uniform(0.5, 2.0))
-    rank = dice.randrange(int(what == "node"), NODES)  # without its batch host a job cannot go on
+    rank = dice.randrange(int(what == "node"), NODES)  # without its batch host a job cannot continue
     victim = wait_for(lambda: process_of(box, folder, rank), LIMIT_S, f"the process of rank {rank}")
     node = restart.notes(folder, rank)["step"][-1]["node"]
     if what == "node":
@@ -163,11 +161,11 @@ def main() -> None:
     print(f"median {statistics.median(took):.2f}, p99 {p99:.2f}, longest {took[-1]:.2f}")
     rows = [record.row(f"{what}, a {args.what} lost, to a step of all", took)]
     if args.how == "job":
-        rows.append(record.row("steps made again", [again or 0 for _, again in blows], "steps"))
+        rows.append(record.row("repeated steps", [again or 0 for _, again in blows], "steps"))
     record.write(args.json, rows)
     if args.how == "job":
         counts = Counter(again for _, again in blows)
-        print("steps made again: " + ", ".join(f"{count} x {steps}" for steps, count in sorted(counts.items())))
+        print("repeated steps: " + ", ".join(f"{count} x {steps}" for steps, count in sorted(counts.items())))
 
 
 if __name__ == "__main__":

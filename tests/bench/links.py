@@ -10,8 +10,6 @@ is killed.
     python -m tests.bench.links [--rates 1000 100] [--kinds ddp bf16 ...] [--steps 8] [--samples 1280]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -37,12 +35,12 @@ from toolkit import registry
 from toolkit.config import DataConfig, StrategyConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader
+from toolkit.ranks.agreement import Gate
+from toolkit.ranks.agreement.torch_store import connector
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import Gate
-from toolkit.ranks.stop.torch_store import connector
-from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
 
 RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
@@ -84,9 +82,6 @@ def main() -> None:
         codes = [rank.wait() for rank in ranks]
         if any(codes):
             raise SystemExit("a rank failed")
-
-
-# ------------------------------------------------------------------------------------------------------- the link
 
 
 @contextmanager
@@ -140,9 +135,6 @@ def sent_bytes() -> int:
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (counters,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{DEVICE}:"))
     return int(counters[8])
-
-
-# ----------------------------------------------------------------------------------------------------- the ranks
 
 
 def be_rank(given: argparse.Namespace) -> None:
@@ -209,7 +201,9 @@ def model() -> nn.Module:
 
 def built(kind: str, session: Session, loader: Loader) -> Strategy:
     strategy = build_strategy(KINDS[kind], session)
-    strategy.build(model, lambda made: torch.optim.SGD(made.parameters(), RATE), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(
+        model, lambda made: torch.optim.SGD(made.parameters(), RATE), criterion_objective(cross_entropy), loader.at(0)
+    )
     return strategy
 
 

@@ -7,8 +7,6 @@ with those of a `squeue` watcher.
     python -m tests.bench.listing [--runs 10000]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -85,7 +83,7 @@ def _write_run(path: Path, state: str, begun: float, now: float, dice: random.Ra
     }
     status = {"version": 1, "state": state, "run": f"{path.parent.name}/{path.name}", "host": "node1", "pid": 4711}
     status |= {**common, "nodes": hosts, "tasks": [4, 4], "started": begun + 4, "start": start, "updated": updated}
-    status |= {"bad_nodes": {}, "ailing_nodes": {}, "stop": None, "progress": progress}
+    status |= {"bad_nodes": {}, "degraded_nodes": {}, "stop": None, "progress": progress}
     status |= {"submitted": begun, "goodput": goodput, "why": why, "ended": begun + 500 if over else None}
     owner = {"version": 1, "number": 3, "token": f"{dice.getrandbits(64):016x}", "executor": "slurm", "host": "node1"}
     owner |= {"pid": 4711, "time": begun + 4, "jobs": [job], "follow_ups": []}

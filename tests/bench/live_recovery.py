@@ -15,8 +15,6 @@ links it may wait for the time-out even then: gloo reports nothing to a rank tha
         python -m tests.bench.live_recovery --width 1024"
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import multiprocessing as mp
@@ -93,7 +91,7 @@ class Rank:
         self.orders.get()
 
     def train(self, number: int, handles: Sequence[str], start: int, source: int) -> None:
-        """Go on from the step ``start`` as one of the ranks of these handles.
+        """Continue from the step ``start`` as one of the ranks of these handles.
 
         The rank ``source`` has the state of that step.
         """

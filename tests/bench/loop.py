@@ -9,8 +9,6 @@ accelerate and Lightning come with the ``bench`` extra and are left out where th
     python -m tests.bench.loop [--steps 50] [--turns 8] [--rounds 7]
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import logging
@@ -41,16 +39,15 @@ from toolkit.config.learning_rate import build_schedule
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader
 from toolkit.nodes.agent.reports import Inbox, Outbox, addresses
+from toolkit.ranks.agreement import Gate
 from toolkit.ranks.report import AgentReporter, Reporter
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import Gate
-from toolkit.strategies import build_strategy, of_pairs
-from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.evaluate import Evaluations
-from toolkit.train.job import Hooks
+from toolkit.strategies import build_strategy, criterion_objective
+from toolkit.train.evaluate import Evaluations, Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 from toolkit.train.user_loop import TrainingRun
 
 RANKS, BATCH, SHAPE, CLASSES, LOG_EVERY = 2, 64, (1, 28, 28), 10, 50
@@ -145,7 +142,7 @@ def bare(session: Session) -> Round:
 def steps_of(trainer: Trainer) -> Iterator[None]:
     """Make a step at each ``next``, after what is due after the step before."""
     trainer._hooks = Hooks()
-    trainer._evaluations = Evaluations(trainer._session, trainer._strategy, trainer._sheet, None, trainer._hooks, 0)
+    trainer._evaluations = Evaluations(trainer._session, trainer._strategy, trainer._breakdown, None, trainer._hooks, 0)
     trainer._begin()
     for batch in trainer._steps_of(trainer._batches(), lambda: False):
         trainer._train_step(batch)
@@ -157,7 +154,7 @@ def ours(session: Session) -> Round:
     strategy = build_strategy(StrategyConfig(), session)
     loader = Loader(InMemory(*tensors()), global_batch_size=BATCH * session.world_size, seed=0, share=strategy.share)
     optim = OptimConfig(lr=0.05)
-    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))
     config = TrainConfig(epochs=NEVER, max_steps=NEVER, log_every=LOG_EVERY, eval_every=NEVER)
     schedule = partial(build_schedule, optim)
@@ -268,9 +265,7 @@ def with_lightning(session: Session) -> Round:
     Its start-up is not counted.
     """
     import lightning  # type: ignore[import-not-found, unused-ignore]
-    from lightning.pytorch.plugins.environments import (  # type: ignore[import-not-found, unused-ignore]
-        TorchElasticEnvironment,
-    )
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # type: ignore[import-not-found, unused-ignore]
     from lightning.pytorch.strategies import DDPStrategy  # type: ignore[import-not-found, unused-ignore]
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

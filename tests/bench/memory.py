@@ -8,8 +8,6 @@ make one just before, at the same time. Both nodes are this machine, so the netw
     python -m tests.bench.memory [--mib 64] [--step 0.5] [--copies 20]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics
@@ -23,7 +21,7 @@ from tests.bench import record
 from tests.dist.ranks import run_ranks
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.state_memory import NodeFiles
-from toolkit.plugins.memory.copies import Memory
+from toolkit.plugins.memory.copies import PeerMemory
 from toolkit.ranks.collectives import sum_by_name
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Sharded, State
@@ -42,7 +40,7 @@ def measure(session: Session, files: Sequence[str], mib: int, step_s: float, cop
     live = [torch.rand(count) for _ in range(TENSORS)]
     state: State = {f"w{i}": Sharded(value, (RANKS * count,), (session.rank * count,)) for i, value in enumerate(live)}
     kept = [value.clone() for value in live]
-    memory = Memory.from_environment(session.rank, RANKS, 1, os.environ)
+    memory = PeerMemory.from_environment(session.rank, RANKS, 1, os.environ)
     memory.load(state, session.store, None)
     figures: list[tuple[float, ...]] = []
     for step in range(1, FIRST + copies + 1):

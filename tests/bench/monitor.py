@@ -3,8 +3,6 @@
 python -m tests.bench.monitor [SECONDS]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
@@ -56,7 +54,6 @@ def main() -> None:
         finally:
             os.killpg(job.pid, 9)
             monitor.kill()
-        assert monitor.stdout is not None
         samples = monitor.stdout.read().count(b'"usage"')
     peak = next(line.split(":")[1].strip() for line in status.splitlines() if line.startswith("VmHWM"))
     cost = f"{share:.3%} of a core over {seconds:.0f} s, {samples} samples, at most {peak}"

@@ -7,8 +7,6 @@ its strategy adds on one rank counts. The loops take turns; the printed ones are
 microseconds a step, and what is beyond the hand-written loop of the same round.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,25 +1,26 @@
-"""Write the tables of the pages from docs/benchmarks/*.json, between the marks that say which one.
+"""The generated parts of the pages, which `make docs` fills in: tables of results, causes, the map of the files.
 
-    python -m tests.bench.page
+    python -m tests.bench.page PAGE
 
-``<!-- results: NAME -->`` is followed by the command of a file, what its values depend on, its rows (of scale.json
-those with a goal) and its picture; ``<!-- curve: NAME -->`` by one curve of scale.json. Both end with ``<!-- end -->``.
-A row whose name has a colon is a cell: the line, and the column. Goals stand here.
+prints a page of docs/ with them. A mark stands in a line of its own. ``<!-- results: NAME -->`` becomes the command of
+docs/benchmarks/NAME.json, what its values depend on, its rows (of scale.json those with a goal) and its picture;
+``<!-- curve: NAME -->`` one curve of scale.json; ``<!-- causes -->`` the rules of `toolkit why`; ``<!-- map -->`` the
+packages. A row whose name has a colon is a cell: the line, and the column. Goals stand here.
 """
 
-from __future__ import annotations
-
+import ast
 import json
 import operator
 import re
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bench import record
-from tests.bench.record import KEPT
-from tests.pages import PAGES
+from tests.bench import why as causes
+from tests.bench.record import KEPT, ROOT
 
 Row = Mapping[str, Any]
 #: Of rows by file and name: which figures are wanted, in the unit of the row, or of the ratio.
@@ -27,10 +28,10 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     "goodput": {"goodput": "median >= 95"},
     "checkpoint": {"ours: blocked": "ratio <= 1.2"},
     "images": {"crop, 2 workers, ours": "ratio >= 1.6", "recipe, 2 workers, ours": "ratio >= 1.4"},
-    "kills": {"job with ddp, a rank lost, to a step of all": "median <= 1, most <= 3", "steps made again": "most <= 1"},
+    "kills": {"job with ddp, a rank lost, to a step of all": "median <= 1, most <= 3", "repeated steps": "most <= 1"},
     "kills-fsdp": {
         "job with fsdp, a rank lost, to a step of all": "median <= 1, most <= 3",
-        "steps made again": "most <= 1",
+        "repeated steps": "most <= 1",
     },
     "kills-node": {"job with ddp, a node lost, to a step of all": "median <= 3"},
     "listing": {
@@ -70,7 +71,7 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     "why": {"held_out: right where it names a cause": "median >= 95"},
 }
 COMPARE = {"<=": operator.le, ">=": operator.ge}
-MARK = re.compile(r"<!-- (results|curve): ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"(?m)^<!-- (results|curve|causes|map)(?:: ([^>]*))? -->$")
 
 
 def number(value: float) -> str:
@@ -197,7 +198,7 @@ def outcome(rounds: Sequence[Row]) -> str:
     seconds, lost = (sorted(each[key] for each in back) for key in ("seconds", "lost"))
     spread = f" ({seconds[0]:.1f} to {seconds[-1]:.1f})" if len(back) > 1 else ""
     took = f"{statistics.median(seconds):.1f} s{spread}"
-    words = f"{took}, {statistics.median(lost):g} lost" if back[0]["restarted"] else f"goes on ({took})"
+    words = f"{took}, {statistics.median(lost):g} lost" if back[0]["restarted"] else f"continues ({took})"
     return words if len(back) == len(rounds) else f"{len(back)} of {len(rounds)}: {words}"
 
 
@@ -210,25 +211,32 @@ def curve(file: Path, name: str) -> str:
     return crossed(short, rows[0]["sizes"])
 
 
-def fresh(text: str, kept: Path = KEPT, goals: Mapping[str, Mapping[str, str]] = GOALS) -> str:
-    """Return a page with its tables written anew."""
+def packages() -> str:
+    """Return the map of the files: each package with the first paragraph of its docstring."""
+    lines = []
+    for file in sorted((ROOT / "toolkit").rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        if text:
+            first = text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+            lines.append([f"`{file.parent.relative_to(ROOT)}/`", re.sub(r":\w+:(?=`)", "", first)])
+    return table(["package", "contents"], lines)
 
-    def between(match: re.Match[str]) -> str:
+
+def filled(text: str, kept: Path = KEPT, goals: Mapping[str, Mapping[str, str]] = GOALS) -> str:
+    """Return a page with its generated parts."""
+
+    def made(match: re.Match[str]) -> str:
         kind, name = match.groups()
+        if kind == "causes":
+            return causes.table()
+        if kind == "map":
+            return packages()
         if kind == "curve":
-            made = curve(kept / "scale.json", name)
-        else:
-            made = results(kept / f"{name}.json", goals.get(name, {}))
-        return f"<!-- {kind}: {name} -->\n{made}\n<!-- end -->"
+            return curve(kept / "scale.json", name)
+        return results(kept / f"{name}.json", goals.get(name, {}))
 
-    return MARK.sub(between, text)
-
-
-def main() -> None:
-    """Write all pages."""
-    for page in PAGES:
-        page.write_text(fresh(page.read_text()))
+    return MARK.sub(made, text)
 
 
 if __name__ == "__main__":
-    main()
+    print(filled((ROOT / "docs" / sys.argv[1]).read_text()))

@@ -8,8 +8,6 @@ The functions below are timed while the contenders take turns of ``LOG_EVERY`` s
 called within it. The medians of the turns are printed, in microseconds a step. A clock costs 0.2 microseconds a call.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import statistics
@@ -27,11 +25,10 @@ from tests.dist.ranks import run_ranks
 from toolkit.data.loader import Loader
 from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Objective
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.update import OptimizerWrapper
 from toolkit.train import feed
 from toolkit.train import loop as training
-from toolkit.train.engine import LoopEngine
-from toolkit.train.loop import Trainer
+from toolkit.train.loop import LoopEngine, Trainer
 from toolkit.train.loss_windows import LossWindow
 from toolkit.train.user_loop import TrainingRun
 
@@ -42,7 +39,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "model and loss": (Objective, "__call__"),
     "of that the model, through DDP": (DistributedDataParallel, "__call__"),
     "backward, gradients summed": (Tensor, "backward"),
-    "update": (Update, "apply"),
+    "update": (OptimizerWrapper, "apply"),
     "of that the optimizer": (SGD, "step"),
     "loss kept": (LossWindow, "add"),
     "step counted and reported": (LoopEngine, "_count_step"),

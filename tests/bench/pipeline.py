@@ -12,8 +12,6 @@ machine can only lengthen a step. More ranks than CPUs share them, and their idl
 The last column is the greatest difference of a step's loss from that of the same training on one process.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -4,8 +4,6 @@ Seconds hold on one machine only. Ratios to a peer of the same run and counts ho
 these.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ job start after 6 s; Slurm's default is 121).
     python -m tests.bench.restart [--rounds 3]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -138,7 +136,7 @@ def report(one_round: Callable[[str, int], tuple[float, float, float] | None], r
         times: list[tuple[float, float, float]] = []
         while len(times) < rounds:
             seconds = one_round(way, len(times) + hung[way])
-            # A round that hung is made again, so that the medians are of ``rounds`` restarts.
+            # A round that hung is repeated, so that the medians are of ``rounds`` restarts.
             if seconds is not None:
                 times.append(seconds)
                 continue

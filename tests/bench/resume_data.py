@@ -1,14 +1,12 @@
 """Samples that a resume within an epoch loses or reads twice, beside other loaders.
 
 Four readers take ``STOPPED`` global batches of the same samples, each in the file format of its loader, and are
-stopped. Their states are given to other readers, which go on to the end of the epoch; the size of a global batch stays.
+stopped. Others continue from their states to the end of the epoch; the size of a global batch stays.
 Each peer is used as its documentation says for a resume. A batch is equal if it has the same samples as in an
 undisturbed epoch, in any order. Peers run where they are installed (``--peers FOLDER``: a folder that has them).
 
     python -m tests.bench.resume_data [--peers FOLDER]
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -38,7 +36,7 @@ STOPPED = 40
 #: Samples of a shuffle buffer, of which there is one in each reader; files have 200.
 BUFFER = 500
 READER_S = 120
-#: Readers, and loader workers of each: those that are stopped, and those that go on.
+#: Readers, and loader workers of each: those that are stopped, and those that continue.
 CASES = (((4, 0), (4, 0)), ((4, 0), (3, 0)), ((4, 0), (2, 0)), ((4, 0), (4, 2)), ((4, 2), (4, 2)))
 
 Batches: TypeAlias = list[list[int]]
@@ -177,9 +175,6 @@ READERS: dict[str, dict[str, Read]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ the processes
-
-
 def answer(read: Read, reader: Reader, port: int, log: Path, connection: Any) -> None:
     """Read in this process, and send what was read, or the text of an error."""
     numbers = {"RANK": reader.rank, "WORLD_SIZE": reader.world, "LOCAL_RANK": reader.rank}
@@ -232,13 +227,13 @@ def global_batches(read: list[tuple[Batches, Any]]) -> Batches:
     return [list(itertools.chain.from_iterable(row)) for row in rows]
 
 
-def resumed(read: Read, folder: Path, stopped: tuple[int, int], goes_on: tuple[int, int]) -> tuple[str, list[int]]:
+def resumed(read: Read, folder: Path, stopped: tuple[int, int], later: tuple[int, int]) -> tuple[str, list[int]]:
     """Return the cells of one case, and its numbers: samples lost, samples twice, unequal batches."""
     whole = global_batches(together(read, folder, stopped))[STOPPED:]
     before = together(read, folder, stopped, steps=STOPPED)
     try:
-        states = [state for _, state in before][: goes_on[0]]
-        after = global_batches(together(read, folder, goes_on, states))
+        states = [state for _, state in before][: later[0]]
+        after = global_batches(together(read, folder, later, states))
     except RuntimeError as error:
         return f"| refused: {str(error)[:60]} | | |", []
     times = Counter(itertools.chain.from_iterable(global_batches(before) + after))
@@ -271,9 +266,9 @@ def main() -> None:
                 print(f"{package}: not run, {error.name} is not installed")
         print("\n| readers x workers | | lost | twice | equal batches | of them in order |")
         rows = []
-        for (stopped, goes_on), (title, read) in itertools.product(CASES, ways.items()):
-            label = f"{stopped[0]} x {stopped[1]} to {goes_on[0]} x {goes_on[1]}"
-            cells, counts = resumed(read, folder, stopped, goes_on)
+        for (stopped, later), (title, read) in itertools.product(CASES, ways.items()):
+            label = f"{stopped[0]} x {stopped[1]} to {later[0]} x {later[1]}"
+            cells, counts = resumed(read, folder, stopped, later)
             print(f"| {label} | {title} {cells}", flush=True)
             what = ("samples lost", "samples twice", "unequal batches")
             rows += [

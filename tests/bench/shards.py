@@ -9,8 +9,6 @@ are installed (``--peers FOLDER``: a folder to import them from). Last comes the
     python -m tests.bench.shards [--mib 1024] [--rounds 3] [--rows 100000000] [--kinds tar bin] [--peers FOLDER]
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import multiprocessing

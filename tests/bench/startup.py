@@ -10,8 +10,6 @@ one rank alone.
     python -m tests.bench.startup [--rounds 5]
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -80,7 +78,7 @@ def seconds(notes: Path) -> tuple[float, ...]:
 
 
 LOCAL_RANKS = 8
-#: What a rank may say when its process group is closed, in torch's own threads: then the round is made again.
+#: What a rank may say when its process group is closed, in torch's own threads: then the round is repeated.
 ABORTED, TRIES = "terminate called without an active exception", 8
 ALONE = ("RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29512")
 

@@ -6,8 +6,6 @@ Printed are medians of the rounds, and of the ratio to torch's optimizer without
     python -m tests.bench.steps [--steps 40] [--rounds 15]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time
@@ -19,7 +17,7 @@ from torch import nn
 
 from tests.bench import record
 from toolkit.config import OptimConfig, PruningConfig, TrainConfig
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.update import OptimizerWrapper
 from toolkit.train.optim import build_optimizer
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -35,14 +33,14 @@ PLAIN = {
 }
 
 
-def contenders(name: str) -> Iterator[tuple[str, nn.Module, Update]]:
+def contenders(name: str) -> Iterator[tuple[str, nn.Module, OptimizerWrapper]]:
     for way, train in {"torch's, not fused": {}, **WAYS}.items():
         model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
         made = build_optimizer(OptimConfig(name), model) if way in WAYS else PLAIN[name](model)
-        yield way, model, Update(model, made, TrainConfig(**train))
+        yield way, model, OptimizerWrapper(model, made, TrainConfig(**train))
 
 
-def step_us(model: nn.Module, update: Update, inputs: torch.Tensor, steps: int) -> float:
+def step_us(model: nn.Module, update: OptimizerWrapper, inputs: torch.Tensor, steps: int) -> float:
     started = time.thread_time()
     for _ in range(steps):
         update.begin()

@@ -7,8 +7,6 @@ On four ranks there are grids of two by two as well.
 The strategies take turns step by step, so that other load of the machine falls on all alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics
@@ -71,7 +69,7 @@ def memory(session: Session, kind: str) -> tuple[float, float]:
     A step adds the rise of the process's resident memory above its size before.
     """
     strategy = built(session, kind)
-    kept = sum(value.numel() * value.element_size() for value in strategy.live().values())
+    kept = sum(value.numel() * value.element_size() for value in strategy.live_state().values())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
     strategy.step(batch(session, strategy.share), 1e-3)

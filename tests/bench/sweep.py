@@ -6,8 +6,6 @@ Slurm is the one in memory, so the figures are the submitter's own. submitit's a
     python -m tests.bench.sweep [--points 2000]
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.bench import record
-from toolkit.cli import run_rows, show
+from toolkit.cli import run_rows
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import request, rows, submission
 from toolkit.plugins.sweep.request import Options
@@ -66,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         queue = SharedQueue(slurm, None)
 
         def rows_of(runs: Sequence[RunDir]) -> list[run_rows.RunRow]:
-            return show.with_slurm(run_rows.read_rows(runs), queue.show_jobs)
+            return run_rows.with_slurm(run_rows.read_rows(runs), queue.show_jobs)
 
         look = partial(rows.of_points, sent.sweep, rows_of)
         found = timed("status of all, in the queue", look, times)

@@ -4,10 +4,8 @@ It also counts how often `toolkit why` says that it does not know.
 
     python -m tests.bench.why [--table]
 
-With ``--table`` it prints the table of docs/why-causes.md instead.
+With ``--table`` it prints the table that `make docs` puts into docs/why-causes.md instead.
 """
-
-from __future__ import annotations
 
 import argparse
 import time

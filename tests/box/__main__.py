@@ -47,7 +47,6 @@ def up(options: argparse.Namespace) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
-    assert keeper.stdout is not None
     word, _, name = keeper.stdout.readline().strip().partition(" ")
     if word != READY:
         return keeper.wait() or 1  # it has said why on stderr

@@ -15,16 +15,7 @@ from typing import Any, Literal, Self, TextIO
 from tests.box import state
 from tests.box.config import GPU_TYPE, LOGIN, Spec, config_files, hosts
 from tests.box.errors import BoxError, BoxUnavailable
-from tests.box.namespaces import (
-    CGROUPS,
-    SYSTEM_PATH,
-    BoxProcess,
-    Layout,
-    Machine,
-    make_cgroups,
-    tail,
-    wait_for,
-)
+from tests.box.namespaces import CGROUPS, SYSTEM_PATH, BoxProcess, Layout, Machine, make_cgroups, tail, wait_for
 from tests.box.roots import ensure_root
 from tests.waiting import PATIENCE
 

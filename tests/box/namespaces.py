@@ -138,7 +138,6 @@ class Machine:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._unshare.wait()
-        assert self._unshare.stdout is not None
         self._unshare.stdout.close()
 
 

@@ -25,7 +25,7 @@ COMMON_PACKAGES = (
     # the cluster; MariaDB's core packages bring the server without its service, its scripts and 150 MB
     *("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge", "mariadb-server-core", "mariadb-client-core"),
     # what people type on a login node
-    *("procps", "iproute2", "make", "git"),
+    *("procps", "iproute2", "make", "git", "openssh-server"),
     # what the machine's Python and the wheels in its environment link to
     *("libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libncursesw6", "libexpat1", "libuuid1", "libstdc++6"),
     "libgomp1",

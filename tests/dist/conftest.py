@@ -1,7 +1,5 @@
 """What tests of runs on this machine share: an environment whose processes must all end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

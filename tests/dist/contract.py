@@ -7,8 +7,6 @@ cases in one process, since a start costs more than all cases together:
     mpirun -n 4 python -m tests.dist.contract FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -77,8 +75,6 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
     assert isinstance(added, Tensor)
     return added
 
-
-# --------------------------------------------------------------------------------------------------------- reductions
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -191,9 +187,6 @@ def reduce_scatter_AVG(team: Team) -> None:
     output, parts = torch.empty(1), torch.full((team.size,), float(team.rank * 2))
     dist.reduce_scatter_tensor(output, parts, dist.ReduceOp.AVG, team.group)
     same(output, torch.tensor([team.size - 1.0]))
-
-
-# ------------------------------------------------------------------------------------------------------- moving data
 
 
 @case
@@ -350,9 +343,6 @@ def functional_collectives(team: Team) -> None:
 _scattered = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
-# ----------------------------------------------------------------------------------------------------- asynchronously
-
-
 @case
 def several_on_their_way(team: Team) -> None:
     tensors = [torch.full((size,), float(team.rank)) for size in (1, LARGE, 5)]
@@ -441,9 +431,6 @@ def coalesced_by_device(team: Team) -> None:
     same(tensors[1], total(team.every(numbers)) + team.size)
 
 
-# ------------------------------------------------------------------------------------------------------ point to point
-
-
 @case
 def both_ways_at_once(team: Team) -> None:
     """Both neighbours send before they receive, as pipelines do. Neither may wait for the other side."""
@@ -524,9 +511,6 @@ def batches_of_messages(team: Team) -> None:
     same(received, numbers(team.left))
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
-
-
 def raises(what: str, call: Callable[[], object]) -> None:
     with pytest.raises((RuntimeError, TypeError, ValueError), match=what):
         call()
@@ -549,9 +533,6 @@ def a_wait_has_an_end(team: Team) -> None:
     dist.send(torch.ones(1), group=team.group, group_dst=team.right)
     work.wait()
     same(tensor, torch.ones(1))
-
-
-# ------------------------------------------------------------------------------------------------------------ running
 
 
 def run_cases(names: list[str]) -> dict[str, str]:

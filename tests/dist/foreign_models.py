@@ -3,8 +3,6 @@
 All take tokens (n, PLACES) and give logits (n, CLASSES).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -216,7 +214,7 @@ MODELS: dict[str, Foreign] = {
     "parameter groups": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH), nn.Tanh()), optimizer="groups"),
     "extra state": Foreign(
         lambda: chain(nn.Linear(WIDTH, WIDTH), Counts()),
-        refused=dict.fromkeys(["pipeline", "parameter_server"], "2._extra_state is kept beside"),
+        refused=dict.fromkeys(["pipeline", "parameter_server"], "2._extra_state is kept next to"),
     ),
     "frozen parts": Foreign(frozen),
     "a criterion that learns": Foreign(
@@ -224,8 +222,8 @@ MODELS: dict[str, Foreign] = {
         Temperature(),
         refused=dict.fromkeys(["pipeline", "parameter_server"], "the criterion has parameters, too (power)"),
     ),
-    "a criterion that means": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), mean, refused={"": "is no sum over"}),
-    "a criterion with a constant": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), regularised, refused={"": "no sum"}),
+    "a criterion that means": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), mean, refused={"": "not a sum over"}),
+    "a loss with a constant": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), regularised, refused={"": "not a sum"}),
     "a weight of one": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), weighed_wrongly, refused={"": "the weight of"}),
 }
 

@@ -3,8 +3,6 @@
 The mpirun is that of the wheel beside this Python, Open MPI's or MPICH's.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The loss and the figures of a classifier, for samples that are pairs (input, class)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

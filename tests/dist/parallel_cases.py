@@ -1,7 +1,5 @@
 """DDP, FSDP2 and a pipeline over the default process group, beside one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

@@ -4,9 +4,8 @@ Each rank is a fresh process, on gloo or as a job has it. The processes are fork
 once: an import in each would cost 3 CPU seconds.
 """
 
-from __future__ import annotations
-
 import faulthandler
+import logging
 import multiprocessing
 import os
 import pickle
@@ -24,9 +23,10 @@ from typing import Any, cast
 from torch.distributed import TCPStore
 
 from tests.waiting import wait_for
+from toolkit.base.errors import ConfigError
 from toolkit.config import DistConfig
+from toolkit.ranks.agreement import STOP, Gate
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import STOP, Gate
 
 #: Where the ranks of gloo compute if not on the CPU: `cuda:0` has them share a GPU, which NCCL does not let them.
 DEVICE_VARIABLE = "TOOLKIT_TEST_DEVICE"
@@ -117,6 +117,24 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
         return False, "the process ended without an answer"
 
 
+def refused_with(call: Callable[[], object]) -> str:
+    """Return the words with which ``call`` is refused. Raises AssertionError if it is not."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def told_by_us(level: int = logging.NOTSET) -> list[str]:
+    """Return a list that gets what the toolkit logs in this rank from now on."""
+    told: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("toolkit").addHandler(handler)
+    return told
+
+
 def in_run(session: Session, run_dir: Path, attempt: int | None = None) -> Session:
     """Return ``session`` in the run folder ``run_dir``, which is made as a submission would."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -147,9 +165,9 @@ def _on_gloo(rank: int, world_size: int, port: int, folder: str) -> Iterator[Ses
     import torch
     import torch.distributed as dist
 
+    from toolkit.ranks.agreement import Gate
+    from toolkit.ranks.agreement.torch_store import connector
     from toolkit.ranks.report import Reporter
-    from toolkit.ranks.stop import Gate
-    from toolkit.ranks.stop.torch_store import connector
 
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))

@@ -41,10 +41,8 @@ class ScriptServer:
 
     def close(self) -> None:
         """End the process; no rank runs any more."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(LIMIT_S)
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
     def attempt(
@@ -91,8 +89,6 @@ class ScriptServer:
             }
             for rank in range(ranks)
         ]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps(calls), file=self._process.stdin, flush=True)
         codes: list[int] = json.loads(self._process.stdout.readline())
         return codes

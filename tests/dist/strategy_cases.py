@@ -3,10 +3,9 @@
 The oracle is a loop on one process.
 """
 
-from __future__ import annotations
-
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.config.strategy import LocalSgdConfig
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Sharded
-from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
+from toolkit.ranks.state import Entry, Sharded
+from toolkit.strategies import Criterion, Strategy, build_strategy, criterion_objective
 from toolkit.strategies.custom import Custom
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
@@ -132,13 +131,33 @@ def built(
     **options: Any,
 ) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**options))
-    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
+    strategy.build(model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0, size))
     return strategy
 
 
 def snapshot(strategy: Strategy | Custom) -> dict[str, Tensor]:
-    """Return a copy of the state on the CPU, of sharded tensors the whole."""
-    return {name: whole(entry).clone().cpu() for name, entry in strategy.state().items()}
+    """Return a copy of the state's tensors on the CPU, of sharded ones the whole."""
+    return {name: whole(entry).clone().cpu() for name, entry in strategy.state().items() if is_tensor(entry)}
+
+
+def saved(strategy: Strategy) -> dict[str, Any]:
+    """Return the whole state as a checkpoint would give it back: :func:`snapshot`, and JSON."""
+    others = {name: entry.value for name, entry in strategy.state().items() if not is_tensor(entry)}
+    return {**snapshot(strategy), **json.loads(json.dumps(others))}
+
+
+def load(strategy: Strategy, state: Mapping[str, Any], step: int) -> None:
+    """Continue from what :func:`saved` gave, as a resume does, with ``step`` as the next one."""
+    live = strategy.state()
+    assert live.keys() == state.keys()
+    tensors = {name: entry for name, entry in live.items() if is_tensor(entry)}
+    for name, entry in tensors.items():
+        fill(entry, state[name])
+    strategy.on_loaded({name: state[name] for name in live.keys() - tensors} | {"step": step})
+
+
+def is_tensor(entry: Entry) -> bool:
+    return isinstance(entry.value, Tensor)
 
 
 def whole(entry: Any) -> Tensor:

@@ -1,7 +1,5 @@
 """Each piece of advice is typed as it stands, in the situation that it is given for. The run is better off then."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -129,21 +127,23 @@ def test_a_run_that_failed_goes_on_by_what_its_advice_says(site: Site) -> None:
     done = site.type("submit", "train.py", "checkpoint.every_steps=4", *LOCAL)
     assert "there is no data" in done.stdout
     assert "would fail again unchanged" in done.stdout
-    # The surroundings are wrong: the same code goes on once they are mended.
+    # The surroundings are wrong: the same code continues once they are fixed.
     (site.folder / "data").touch()
     anew = "`toolkit resume [^`]*` starts over, as there is no checkpoint"
-    site.follow_advice(rf"mend what the error names .*, then {anew}", "--wait")
+    site.follow_advice(rf"fix what the error names .*, then {anew}", "--wait")
     assert len(site.run.attempts()) == 3, "one more start, and the same error once again"
     # The code is wrong, before and after the first checkpoint.
     loop(site, bad=9)
     site.follow_advice(
-        r"mend train.py:\d+ in <module>, then `toolkit resume \S+ --code` starts over, as there is no checkpoint, .*",
+        r"fix train.py:\d+ in <module>, then `toolkit resume \S+ --code` starts over, as there is no checkpoint, .*",
         "--wait",
     )
     assert site.run.attempts()[-1].step_end == 9
     loop(site, bad=99)
-    goes_on = "`toolkit resume [^`]* --code` goes on from the last checkpoint, with the code that the project has then"
-    site.follow_advice(rf"mend train.py:\d+ in <module>, then {goes_on}", "--wait")
+    continuation = (
+        "`toolkit resume [^`]* --code` continues from the last checkpoint, with the code that the project has then"
+    )
+    site.follow_advice(rf"fix train.py:\d+ in <module>, then {continuation}", "--wait")
     assert site.state() == "completed"
     assert site.run.attempts()[-1].step_start == 8
 
@@ -170,9 +170,9 @@ def test_a_run_that_was_ended_comes_back_by_what_its_advice_says(site: Site) -> 
     site.follow_advice("`toolkit resume [^`]*` starts over, as there is no checkpoint")
     reached(6, 2)
     told = site.type("stop", site.run.id).stdout
-    assert f"when it has ended, `toolkit resume {site.run.id}` goes on from there" in told
+    assert f"when it has ended, `toolkit resume {site.run.id}` continues from there" in told
     wait_for(site.run.result, END_S, "a result")
-    site.follow_advice("`toolkit resume [^`]*` goes on from the last checkpoint")
+    site.follow_advice("`toolkit resume [^`]*` continues from the last checkpoint")
     reached(6, 3)
     # Lost: nothing of it is left.
     for pid in processes_with(f"TOOLKIT_RUNS={site.env['TOOLKIT_RUNS']}"):
@@ -181,7 +181,7 @@ def test_a_run_that_was_ended_comes_back_by_what_its_advice_says(site: Site) -> 
     wait_for(lambda: "lost" in site.type("status", site.run.id).stdout, END_S, "the run to be lost")
     (site.folder / "wait").unlink()
     site.follow_advice(
-        "nothing brings it back by itself; `toolkit resume [^`]*` goes on from the last checkpoint", "--wait"
+        "it does not restart by itself; `toolkit resume [^`]*` continues from the last checkpoint", "--wait"
     )
     assert site.state() == "completed"
 
@@ -193,7 +193,7 @@ def test_a_script_that_failed_is_started_again_once_it_is_mended(site: Site) -> 
     done = site.type("exec", "--follow", "--executor", "local", "--", sys.executable, str(script))
     assert done.returncode == EXIT_FAILED
     assert done.stdout.count("\nloading\nTraceback (most recent call last):\n") == 2, done.stdout
-    words = "ValueError: no such mode; given up: the attempt before ended with the same error at the same line"
+    words = "ValueError: no such mode; given up: the previous attempt ended with the same error at the same line"
     for told in (done.stdout, site.type("status", site.run.id).stdout, str(site.run.result())):
         assert words in told
     assert "train.py:3 in <module>" in site.type("why", site.run.id).stdout
@@ -201,13 +201,13 @@ def test_a_script_that_failed_is_started_again_once_it_is_mended(site: Site) -> 
     assert "attempt 2: crashed (give_up)" in site.type("logs", site.run.id, "--supervisor").stdout
     # The reason may be the text of an exit.
     script.write_text("import sys\nimport torch\nif True:\n    sys.exit('no file data.bin')\n")
-    site.follow_advice(r"mend train.py:3 in <module>, then `toolkit resume \S+` starts the script again, .*", "--wait")
+    site.follow_advice(r"fix train.py:3 in <module>, then `toolkit resume \S+` starts the script again, .*", "--wait")
     assert [attempt.first_failure.how for attempt in site.run.attempts() if attempt.first_failure] == [
         *["ValueError: no such mode"] * 2,
         *["SystemExit: no file data.bin"] * 2,
     ]
     script.write_text("print('trained')\n")
-    site.follow_advice(r"mend train.py:4 in <module>, then `toolkit resume \S+` starts the script again, .*", "--wait")
+    site.follow_advice(r"fix train.py:4 in <module>, then `toolkit resume \S+` starts the script again, .*", "--wait")
     assert site.state() == "completed"
 
 

@@ -3,8 +3,6 @@
 Its cases run on 4 ranks, and on 3 of them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """A rank whose peer dies while a save is written behind the training's back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """BatchNorm on several ranks: its statistics, its mode, and the one that sees all samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,7 +13,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, SUBJECTS, eval_parts, global_batch, part, rates, whole
 from toolkit.config import TrainConfig
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
 from toolkit.train.evaluate import evaluate
 
 pytestmark = pytest.mark.dist
@@ -47,7 +45,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def built(session: Session, name: str, model: Callable[[], nn.Module], **train: Any) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
-    strategy.build(model, sgd, of_pairs(cross_entropy), part(strategy.share, 0))
+    strategy.build(model, sgd, criterion_objective(cross_entropy), part(strategy.share, 0))
     return strategy
 
 
@@ -69,14 +67,11 @@ def alone(model: nn.Module, steps: int = STEPS, start: int = 0, stop: int = 10) 
     return model
 
 
-# ------------------------------------------------------------------------------------------- what each rank has seen
-
-
 def after_steps(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the states after one step, after four, and after four with reads between."""
     quiet, watched = (built(session, name, normed, ema_decay=0.5) for _ in range(2))
     for strategy in (quiet, watched):
-        strategy.split_data()
+        strategy.prepare_split_data()
         strategy.step(part(strategy.share, 0), 0.0)
     first = state_of(watched)
     for step in range(1, STEPS):
@@ -138,9 +133,6 @@ def test_a_save_changes_no_training_that_reads_buffers_which_follow_the_samples(
         assert [key for key in quiet if not torch.equal(quiet[key], watched[key])] == []
 
 
-# -------------------------------------------------------------------------------------------------------- its mode
-
-
 def train_a_little(session: Session, name: str, model: Callable[[], nn.Module]) -> dict[str, Tensor]:
     strategy = built(session, name, model)
     for step in range(STEPS):
@@ -163,9 +155,6 @@ def test_a_model_that_is_asleep_as_a_whole_is_trained_as_a_whole() -> None:
     expected = alone(normed()).state_dict()
     assert int(state[f"model/{NORM}.num_batches_tracked"]) == STEPS
     torch.testing.assert_close(state["model/0.weight"], expected["0.weight"], atol=1e-6, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------------- of all samples
 
 
 def conv() -> nn.Module:

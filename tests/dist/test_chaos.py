@@ -4,8 +4,6 @@ After them it must end bit for bit the same. CI takes a sample of the points, wi
 takes all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -38,7 +36,7 @@ SEED = random.randrange(10**6)
 def count_operations(session: Session, run_dir: Path) -> int:
     """On the files of checkpoints, by rank 0, from the first step to the last."""
     seen: list[str] = []
-    with chaos.watch(lambda operation, path: seen.append(path) if "/checkpoints/" in path else None):
+    with chaos.hook_disk_operations(lambda operation, path: seen.append(path) if "/checkpoints/" in path else None):
         train(session, run_dir)
     return len(seen)
 
@@ -46,7 +44,7 @@ def count_operations(session: Session, run_dir: Path) -> int:
 def suffer(session: Session, run_dir: Path, faults: list[dict[str, Any]]) -> Any:
     """Train with these faults in rank 0."""
     mine = [Fault(**fields) for fields in faults if session.rank == 0]
-    with chaos.watch(chaos.among(mine)):
+    with chaos.hook_disk_operations(chaos.fault_hook(mine)):
         return train(session, run_dir)
 
 
@@ -133,7 +131,7 @@ def test_a_fault_in_the_environment_strikes_the_rank_and_attempt_it_names(tmp_pa
 
 
 def test_a_fault_that_is_none_is_refused_before_anything_is_trained() -> None:
-    with pytest.raises(ConfigError, match="'SIGFOO' is no signal"):
+    with pytest.raises(ConfigError, match="'SIGFOO' is not a signal"):
         chaos.parse('[{"kind": "SIGFOO", "operation": 1}]')
-    with pytest.raises(ConfigError, match="is no list of faults such as"):
+    with pytest.raises(ConfigError, match="is not a list such as"):
         chaos.parse('{"kind": "SIGKILL"')

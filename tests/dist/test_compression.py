@@ -1,7 +1,5 @@
 """Gradient compression: each scheme beside its own arithmetic in numpy, nothing lost, resumes, layers, accuracy."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.objectives import classification, cross_entropy
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, told_by_us
 from tests.dist.strategy_cases import (
     CASES,
     CLASSES,
@@ -39,10 +37,10 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import DataConfig, StrategyConfig, TrainConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import build_loader, eval_batches
-from toolkit.plugins.methods.compression_schemes import BLOCK, Piece, Wire, build_scheme
+from toolkit.plugins.methods.compression_schemes import BLOCK, MeteredCollectives, Piece, build_scheme
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(12)]
@@ -78,7 +76,7 @@ def exchanges(session: Session) -> dict[str, Any]:
     """Return for each scheme and round: input, mean, and remainder. Also return the factors at the start."""
     found: dict[str, Any] = {}
     for kind in KINDS:
-        scheme = build_scheme(kind, pieces(kind), Wire(), session.device)
+        scheme = build_scheme(kind, pieces(kind), MeteredCollectives(), session.device)
         found[f"{kind} before"] = {name: tensor_of(entry).clone() for name, entry in scheme.state().items()}
         left = torch.zeros(-(-SIZE // scheme.multiple) * scheme.multiple)
         for step in range(ROUNDS):
@@ -86,7 +84,7 @@ def exchanges(session: Session) -> dict[str, Any]:
             given[:SIZE] = torch.from_numpy(gradient(session.rank, step))
             values = given + left if scheme.feeds_back else given.clone()
             before = values.clone()
-            mean = scheme.exchange(values)
+            mean = scheme.average(values)
             left = values
             found[f"{kind} {step}"] = [x.double().numpy() for x in (before, mean, values)]
     return found
@@ -184,9 +182,6 @@ def test_powersgd_is_a_power_iteration_on_the_mean_that_goes_on_where_it_ended(e
             assert np.linalg.matrix_rank(mean[place].reshape(matrix.shape), tol=1e-4 * np.linalg.norm(product)) <= 2
 
 
-# -------------------------------------------------------------------------------------------------- the strategy
-
-
 def compressed(session: Session, kind: str, model: Callable[[], nn.Module] = plain_model, **more: Any) -> Strategy:
     options = {key: more.pop(key) for key in ("accumulate",) if key in more}
     optimizer, criterion, size = (
@@ -195,7 +190,7 @@ def compressed(session: Session, kind: str, model: Callable[[], nn.Module] = pla
         more.pop("size", 10),
     )
     strategy = build_strategy(StrategyConfig("ddp", compression=kind, **more), session, TrainConfig(**options))
-    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
+    strategy.build(model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0, size))
     return strategy
 
 
@@ -333,7 +328,7 @@ def leave_out(session: Session) -> tuple[Tensor, Tensor]:
     strategy = build_strategy(StrategyConfig("ddp", compression="topk", compression_ratio=1.0), session)
     inputs = torch.ones(1, FEATURES)
     targets, place = torch.zeros(1, dtype=torch.long), torch.tensor([session.rank])
-    strategy.build(Sometimes, OPTIMIZERS["sgd"], of_pairs(cross_entropy), Batch((inputs, targets), place, 2))
+    strategy.build(Sometimes, OPTIMIZERS["sgd"], criterion_objective(cross_entropy), Batch((inputs, targets), place, 2))
     strategy.step(Batch((inputs if session.rank else -inputs, targets), place, 2), 1.0)
     return snapshot(strategy)["model/at_times.weight"], snapshot(strategy)["model/always.weight"]
 
@@ -352,9 +347,6 @@ def test_a_rank_whose_pass_did_without_a_layer_takes_part_with_zeros() -> None:
     for found in (one, other):
         torch.testing.assert_close(found[0], model.at_times.weight.detach())
         torch.testing.assert_close(found[1], model.always.weight.detach())
-
-
-# -------------------------------------------------------------------------------------------- another world size
 
 
 def train_and_save(session: Session, folder: Path, kind: str) -> dict[str, Tensor]:
@@ -377,9 +369,8 @@ def resume(session: Session, folder: Path, kind: str) -> tuple[dict[str, Tensor]
     strategy = compressed(session, kind, compression_rank=1, compression_average=0.5)
     checkpoints = CheckpointFolder(folder)
     loaded = load(checkpoints, strategy.state(), rank=session.rank, world_size=session.world_size, kv=session.store)
-    assert loaded is not None
     assert loaded.step == 3
-    strategy.loaded(loaded.values)
+    strategy.on_loaded(loaded.values)
     found = snapshot(strategy)
     strategy.step(part(strategy.share, 3), 0.1)
     return found, snapshot(strategy)
@@ -402,9 +393,6 @@ def test_at_another_world_size_every_rank_starts_from_the_mean_of_what_was_left(
         assert all(torch.equal(stepped[name], resumed[0][1][name]) for name in shared)
 
 
-# ----------------------------------------------------------------------------------------------- layers, figures
-
-
 def count_bytes(session: Session) -> dict[str, dict[str, float | Tensor]]:
     layers = {"1.*": 0.5, "*.out.weight": "none"}
     made = {
@@ -415,7 +403,7 @@ def count_bytes(session: Session) -> dict[str, dict[str, float | Tensor]]:
     found = {}
     for kind, strategy in made.items():
         strategy.step(part(strategy.share, 0), 0.1)
-        found[kind] = dict(strategy.figures())
+        found[kind] = dict(strategy.step_metrics())
     return found
 
 
@@ -467,17 +455,13 @@ def test_an_unmatched_pattern_and_a_type_that_would_be_rounded_are_refused_by_na
 
 
 def judge(session: Session) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("toolkit.plugins.methods.compressed")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    said = told_by_us()
+    logging.getLogger("toolkit").setLevel(logging.INFO)
     strategy = compressed(session, "powersgd", compression_rank=1)
     for step in range(4):
         strategy.step(part(strategy.share, step), 0.1)
         if step % 2:
-            strategy.figures()
+            strategy.step_metrics()
     return [line for line in said if "worth" in line]
 
 
@@ -488,8 +472,6 @@ def test_rank_0_says_once_whether_it_is_worth_it_on_this_link() -> None:
     assert "strategy.compression: powersgd sends" in mine[0]
     assert "worth it" in mine[0]
 
-
-# ------------------------------------------------------------------------------------------------------ accuracy
 
 EPOCHS, GLOBAL_BATCH = 15, 64
 
@@ -508,11 +490,10 @@ def train_on_digits(session: Session, kinds: dict[str, dict[str, Any]]) -> dict[
     for kind, options in kinds.items():
         strategy = build_strategy(StrategyConfig("ddp", compression=kind, **options), session)
         optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)  # noqa: E731
-        strategy.build(digits_model, optimizer, of_pairs(cross_entropy), batches[0])
+        strategy.build(digits_model, optimizer, criterion_objective(cross_entropy), batches[0])
         for step, batch in enumerate(batches):
             strategy.step(batch, 0.05 * (1 + math.cos(math.pi * step / len(batches))))
         figures = evaluate(strategy, eval_batches(data.eval, share, 256), len(data.eval), classification)
-        assert figures is not None
         found[kind] = figures["accuracy"]
     return found
 

@@ -1,7 +1,5 @@
 """A rank that fails says so, whatever its peers and its backend do then."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -39,7 +37,6 @@ def test_a_failing_rank_writes_its_error_file_before_it_leaves_the_group(
     command = [sys.executable, "-c", CRASH, backend]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=env, text=True, **pipes) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == f"{then}\n"
         said = json.loads((tmp_path / "logs/attempt-003/error-0.json").read_text())
         process.communicate()

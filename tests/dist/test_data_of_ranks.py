@@ -1,7 +1,5 @@
 """Ranks that do not have the same data set: told before the first step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ from tests.dist.ranks import run_ranks
 from toolkit.base.errors import ConfigError
 from toolkit.config import CheckpointConfig
 from toolkit.ranks.session import Session
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.run_checkpoints import Checkpoints
 
 pytestmark = pytest.mark.dist
 

@@ -1,7 +1,5 @@
 """nn.DataParallel on a CPU: one process, with the plain model's names and steps."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -9,26 +7,22 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.objectives import cross_entropy
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import refused_with, run_ranks, told_by_us
 from tests.dist.strategy_cases import OPTIMIZERS, oracle, part, plain_model, rates, snapshot
-from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.ranks.session import Session
-from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies import build_strategy, criterion_objective
 from toolkit.strategies.spmd import Spmd
 
 pytestmark = pytest.mark.dist
 
 
 def train(session: Session) -> tuple[list[float], dict[str, Tensor], type, list[str]]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("toolkit").addHandler(handler)
+    told = told_by_us()
     logging.getLogger("toolkit").setLevel(logging.INFO)
     strategy = build_strategy(StrategyConfig("dp"), session, TrainConfig(accumulate=3))
     assert isinstance(strategy, Spmd)
-    strategy.build(plain_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["adamw"], criterion_objective(cross_entropy), part(strategy.share, 0))
     losses = [strategy.step(part(strategy.share, n), rates(n)).loss.item() for n in range(4)]
     passes = strategy._layout._passes  # type: ignore[attr-defined]
     return losses, snapshot(strategy), type(passes), told
@@ -45,9 +39,9 @@ def test_it_trains_the_model_in_data_parallel_and_says_why_ddp_is_better() -> No
 
 
 def refused(session: Session, options: TrainConfig, recompute: bool) -> str:
-    with pytest.raises(ConfigError) as caught:
-        build_strategy(StrategyConfig("dp", activation_checkpointing=recompute), session, options)
-    return str(caught.value)
+    return refused_with(
+        lambda: build_strategy(StrategyConfig("dp", activation_checkpointing=recompute), session, options)
+    )
 
 
 def test_several_ranks_and_what_copies_of_the_model_would_break_are_refused() -> None:

@@ -3,8 +3,6 @@
 On two ranks a sum has the same bits in any bucket, so two ranks would show nothing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

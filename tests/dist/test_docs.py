@@ -1,7 +1,5 @@
 """What docs/ shows runs as it stands there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

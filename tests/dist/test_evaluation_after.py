@@ -1,7 +1,5 @@
 """A run without Slurm, and the evaluation that waits for its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Scripts that call ``toolkit.start()`` without a ``with`` block, as a user starts them: by python and by submitit."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

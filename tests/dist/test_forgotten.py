@@ -1,7 +1,5 @@
 """A loop that forgets one thing each: `toolkit resume-check` finds it, the toolkit holds it, or a page names it."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import dataclass
@@ -133,7 +131,8 @@ SCRIPTS = {
         first="""
             path = run.dir / "count"
             count = int(path.read_text()) if path.exists() else 0
-            path.write_text(str(count + 1))
+            (new := path.with_suffix(".new")).write_text(str(count + 1))
+            new.replace(path)  # whole: a kill within write_text would leave an empty file, which ends the script
         """,
         weigh="loss = loss * (1 + count % 7 / 9)",
     ),
@@ -183,7 +182,7 @@ class Noise(nn.Module):
     "an epoch's order, by random": Script(
         IDENTICAL, prologue="order = random.sample(range(64), 64)", first="x = data.tensors[0][order[:4]]"
     ),
-    "an order that goes on from the last one": Script(
+    "an order that continues from the last one": Script(
         setup="order, own = [*range(64)], random.Random(1)",
         prologue="own.shuffle(order)",
         first="x = data.tensors[0][order[:4]]",

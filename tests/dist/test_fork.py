@@ -1,7 +1,5 @@
 """A forked rank sees the same as a fresh interpreter with the same imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import py_compile
@@ -16,15 +14,14 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit.base import fsio
-from toolkit.config import FOREIGN_JOB, JobConfig, dump_config
+from toolkit.config import SCRIPT_JOB, JobConfig, dump_config
 from toolkit.files import rundir
 from toolkit.nodes.agent import preimports
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start import foreign
-from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher
+from toolkit.nodes.start import user_script
 from toolkit.nodes.start.agent_starters import LocalAgent
 from toolkit.nodes.start.agents import Agents
-from toolkit.nodes.start.launcher import AllRanksEnded, RanksExited, RanksFinished
+from toolkit.nodes.start.launcher import MODULE, AgentLauncher, AllRanksEnded, RanksExited, RanksSucceeded
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(5)]
 TIMEOUT_S = 60 * PATIENCE
@@ -54,8 +51,8 @@ class Site:
         path = f"{self.folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         environ = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", **changed}
         if not self.is_prepared:
-            self.launcher.open(command, environ, self.events)
-            self.launcher.prepare(self.allocation.hosts)
+            self.launcher.listen(command, environ, self.events)
+            self.launcher.start_agents(self.allocation.hosts)
             self.is_prepared = True
         store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ)
         self.launcher.start(self.attempt, self.allocation, command, environ, store)
@@ -63,12 +60,12 @@ class Site:
         while not happened or not isinstance(happened[-1], AllRanksEnded):
             happened.append(self.events.get(timeout=TIMEOUT_S))
         store.close()
-        return [event for event in happened if not isinstance(event, RanksFinished)]
+        return [event for event in happened if not isinstance(event, RanksSucceeded)]
 
     def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
         """Run two ranks of `toolkit exec -- WORDS`, and return the events. ``fresh`` ranks are not forked."""
-        fsio.write_atomic(self.run.config, dump_config(JobConfig(job=FOREIGN_JOB, argv=words)))
-        command = [*MODULE, foreign.__name__, str(self.run.config)]
+        fsio.write_atomic(self.run.config, dump_config(JobConfig(job=SCRIPT_JOB, argv=words)))
+        command = [*MODULE, user_script.__name__, str(self.run.config)]
         changed = {"TOOLKIT_RUN_DIR": str(self.run.path), "OMP_NUM_THREADS": "3", **changed}
         return self.run_module(["env", *command] if fresh else command, **changed)
 
@@ -115,7 +112,7 @@ from toolkit.nodes.agent import preimports
 print("wave" in sys.modules, flush=True)
 import wave
 path = Path(sys.argv[1])
-preimports.note(path)
+preimports.record_imports(path)
 while json.loads(path.read_text())["left_out"] is None:
     time.sleep(0.1)
 """

@@ -3,8 +3,6 @@
 These are its trainings, its race of the loops at a tiny size, and its record.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

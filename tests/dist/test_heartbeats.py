@@ -1,7 +1,5 @@
 """What agents and supervisor do when they do not hear each other."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -15,7 +13,6 @@ import pytest
 
 from tests.unit.nodes.test_agents import Site
 from tests.unit.nodes.test_steps import await_true, gone
-from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.messages import (
     Heartbeat,
     Message,
@@ -24,6 +21,7 @@ from toolkit.nodes.agent.messages import (
     RequestAnswered,
     WatchBatchHostOrder,
 )
+from toolkit.nodes.agent.wire_protocol import AuthenticatedConnection
 
 pytestmark = pytest.mark.dist
 
@@ -38,7 +36,7 @@ class WatchingAgent:
         command = [sys.executable, "-P", "-m", "toolkit.nodes.agent.node", str(folder / "key"), str(folder)]
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "1", "node2"])
-            self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")
+            self.connection, self.link = listening.accept()[0], AuthenticatedConnection(secret, "supervisor")
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"
         self.say(WatchBatchHostOrder(("sh", "-c", script), 0))

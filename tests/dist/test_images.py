@@ -3,8 +3,6 @@
 They agree bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -25,7 +23,7 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, DataConfig, ImageConfig, JobConfig, ModelConfig, TrainConfig
 from toolkit.files.rundir import TRACE_VARIABLE, RunDir
 from toolkit.ranks.session import Session
-from toolkit.train import run_job
+from toolkit.train import job
 
 pytestmark = pytest.mark.dist
 
@@ -60,7 +58,7 @@ def train(session: Session, run_dir: Path, attempt: int, root: Path, workers: in
         checkpoint=CheckpointConfig(every_steps=SAVE_EVERY),
     )
     here = in_run(session, run_dir, attempt)
-    with closing(run_job.training_of(Classify, config, Params(mixup=0.2), here)) as training:
+    with closing(job.training_of(Classify, config, Params(mixup=0.2), here)) as training:
         training.fit()
         return {name: tensor_of(entry).clone() for name, entry in training.strategy.state().items()}
 
@@ -69,7 +67,7 @@ def test_a_run_on_jpeg_files_killed_within_an_epoch_ends_like_the_undisturbed_on
     root, killed = tmp_path / "photographs", RunDir(tmp_path / "killed")
     write_photographs(root)
     expected = run_ranks(2, train, tmp_path / "whole", 1, root, 0, None)[0]
-    blow = {"rank": 1, "step": KILLED_AT, "late": 0.5, "signal": "SIGKILL"}
+    blow = {"rank": 1, "step": KILLED_AT, "late": 0.5, "how": "kill"}
     with pytest.raises(AssertionError, match=r"the process ended without an answer|Connection"):
         run_ranks(2, train, killed.path, 1, root, 2, blow)
     assert newest_step(killed.checkpoints) == KILLED_AT // SAVE_EVERY * SAVE_EVERY

@@ -3,8 +3,6 @@
 An exported program needs only torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -61,7 +59,6 @@ def said(*argv: str, folder: Path) -> str:
 def test_the_figures_are_those_of_the_runs_own_last_evaluation(strategy: str, ranks: int, tmp_path: Path) -> None:
     run = trained(tmp_path, strategy, ranks)
     found, result = json.loads(said(*TOOLKIT, "evaluate", str(run.path), "--json", folder=tmp_path)), run.result()
-    assert result is not None
     assert found["step"] == result.step == 12
     assert found["metrics"]["eval/accuracy"] == result.metrics["eval/accuracy"]
     assert found["metrics"]["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)

@@ -1,7 +1,5 @@
 """A run that starts from another's weights, on real ranks."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -32,7 +30,7 @@ from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images,
 from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
 from toolkit.ranks.session import Session
-from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies import build_strategy, criterion_objective
 from toolkit.train import initial as weights
 from toolkit.train.initial import initialised
 
@@ -76,7 +74,9 @@ def start_sharded(session: Session, source: str) -> tuple[int, Weights]:
     strategy = build_strategy(StrategyConfig("fsdp"), session)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=0, share=strategy.share)
     model = partial(initialised, noisy_model, ModelConfig(init_from=source), session)
-    strategy.build(model, lambda made: torch.optim.SGD(made.parameters()), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(
+        model, lambda made: torch.optim.SGD(made.parameters()), criterion_objective(cross_entropy), loader.at(0)
+    )
     return len(reads), snapshot(strategy)
 
 

@@ -3,8 +3,6 @@
 They end as undisturbed ones.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

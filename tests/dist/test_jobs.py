@@ -22,7 +22,7 @@ from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.ranks.session import Session
-from toolkit.train import run_job
+from toolkit.train import job
 
 pytestmark = pytest.mark.dist
 
@@ -92,7 +92,12 @@ class Translate(toolkit.Job):
         losses = word_losses(self.call(model, batch), batch["text"])
         weights = batch["text"].weight
         weighed = toolkit.Loss.sum((losses.mean(1) * weights).sum(), weights.sum())
-        return {"loss": losses.mean(1), "weighed": weighed, "rows": toolkit.Rows(losses), "at": toolkit.Rows(weights)}
+        return {
+            "loss": losses.mean(1),
+            "weighed": weighed,
+            "rows": toolkit.Gathered(losses),
+            "at": toolkit.Gathered(weights),
+        }
 
     def summary(self, figures: Mapping[str, Any]) -> dict[str, float]:
         rows, at = figures["rows"], figures["at"]
@@ -144,7 +149,7 @@ def config_of(strategy: str, accumulate: int = 1, **more: Any) -> JobConfig:
 def train(session: Session, run_dir: Path, kind: type[toolkit.Job], config: JobConfig) -> dict[str, Any]:
     session = in_run(session, run_dir)
     state: dict[str, Tensor] = {}
-    with closing(run_job.training_of(kind, config, None, session)) as training:
+    with closing(job.training_of(kind, config, None, session)) as training:
         result = training.fit()
         state = {name: tensor_of(entry) for name, entry in training.strategy.state().items()}
     return {"metrics": dict(result.metrics), "state": state, "step": result.step}
@@ -281,7 +286,7 @@ def refusals(session: Session, run_dir: Path) -> list[str]:
 def test_what_a_job_does_that_would_train_something_else_is_refused_with_its_line(tmp_path: Path) -> None:
     wrong, mixed, pipeline, uncut, packed = run_ranks(2, refusals, tmp_path)[0]
     assert f"{__file__}:" in wrong
-    assert "it is no sum over samples" in wrong
+    assert "it is not a sum over samples" in wrong
     assert mixed.startswith("train.accumulate: 2: the job's losses are divided by different weights: words (samples)")
     assert "hands one tensor from layer to layer, and the job calls the model with (Tensor, numbers=...)" in pipeline
     assert "batch['packed'] has the shape (20,), and the batch has 4 samples" in uncut
@@ -374,7 +379,7 @@ class Watched(Translate):
 
 
 def watched(session: Session, run_dir: Path) -> tuple[list[str], int, list[str], int]:
-    """Cut a run off after 6 of its 20 steps, and let it go on. It evaluates every two steps."""
+    """Cut a run off after 6 of its 20 steps, and let it continue. It evaluates every two steps."""
     config = config_of("ddp")
     short = replace(config, train=replace(config.train, max_steps=6))
     long = replace(config, train=replace(config.train, max_steps=20, epochs=99))

@@ -3,8 +3,6 @@
 The resume is bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

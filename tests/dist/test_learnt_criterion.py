@@ -1,7 +1,5 @@
 """A learnt criterion: its parameters train and are saved like the model's, or are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,23 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import refused_with, run_ranks
 from tests.dist.strategy_cases import (
     OPTIMIZERS,
     STEPS,
     SUBJECTS,
-    fill,
     global_batch,
+    load,
     part,
     plain_model,
     rates,
+    saved,
     snapshot,
 )
 from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
+from toolkit.strategies.update import OptimizerWrapper
 
 pytestmark = pytest.mark.dist
 
@@ -48,7 +47,7 @@ class Tempered(nn.Module):
 
 def built(session: Session, name: str, optimizer: str, criterion: nn.Module, **train: Any) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
-    strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0))
     return strategy
 
 
@@ -109,10 +108,7 @@ def resume(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     first.state()
     for step in range(4):
         if step == 2:
-            saved = snapshot(first)
-            for name, entry in second.state().items():
-                fill(entry, saved[name])
-            second.loaded({})
+            load(second, saved(first), step)
         first.step(part(first.share, step), rates(step))
     for step in (2, 3):
         second.step(part(second.share, step), rates(step))
@@ -126,9 +122,7 @@ def test_a_resume_goes_on_with_what_the_criterion_has_learnt_bit_for_bit() -> No
 
 
 def refuse(session: Session, name: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        built(session, name, "sgd", Tempered(weighs=False))
-    return str(caught.value)
+    return refused_with(lambda: built(session, name, "sgd", Tempered(weighs=False)))
 
 
 @pytest.mark.parametrize("name", ["pipeline", "parameter_server", "local_sgd"])
@@ -141,12 +135,12 @@ def test_strategies_that_train_the_model_alone_refuse_it_by_name(name: str) -> N
 def test_a_parameter_that_only_the_optimizer_knows_is_refused() -> None:
     model, stray = plain_model(), nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match=r"this SGD has parameters that neither .* \(one of shape \(1,\)\)"):
-        Update(model, torch.optim.SGD([*model.parameters(), stray], 0.1))
+        OptimizerWrapper(model, torch.optim.SGD([*model.parameters(), stray], 0.1))
 
 
 def test_a_criterion_whose_parameters_the_optimizer_has_already_gets_no_second_group() -> None:
     model, criterion = plain_model(), Tempered(weighs=False)
     groups = [{"params": model.parameters()}, {"params": criterion.parameters(), "lr": 0.01}]
     optimizer = torch.optim.SGD(groups, 0.1)  # type: ignore[arg-type]
-    Update(model, optimizer, criterion=criterion).apply(1.0)
+    OptimizerWrapper(model, optimizer, criterion=criterion).apply(1.0)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, pytest.approx(0.1)]

@@ -1,7 +1,5 @@
 """Killed workers on this machine, of a parameter server and of a data loader: the run starts again."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

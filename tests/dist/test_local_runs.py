@@ -1,7 +1,5 @@
 """The whole lifecycle on this machine: submit, crash, Ctrl-C, a killed supervisor, resume. Nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -34,6 +32,13 @@ LONG = ["train.epochs=2000", "checkpoint.every_steps=20"]
 def start(env: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
     argv = [*TOOLKIT, "submit", "configs/digits_ddp.yaml", "--executor", "local", "--follow", *overrides]
     return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def toolkit(env: dict[str, str], *words: str, cwd: Path = ROOT) -> tuple[int, str]:
+    """Return exit code and output of a command. It is read to the end of its pipe."""
+    argv = [*TOOLKIT, *words]
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S)
+    return done.returncode, done.stdout + done.stderr
 
 
 def the_run(env: dict[str, str]) -> RunDir:
@@ -86,7 +91,6 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, 
     assert second.step_start >= 20
     assert second.step_start % 20 == 0
     result = run.result()
-    assert result is not None
     assert (result.state, result.attempts, result.step) == ("completed", 2, 2695)
     # The killed attempt logged steps beyond its checkpoint, and the curve has none of them twice.
     steps = [json.loads(line)["step"] for line in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
@@ -113,31 +117,37 @@ def test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result(e
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=START_S)
     assert run.result() is not None
-    resumed = subprocess.run(
-        [*TOOLKIT, "resume", run.id, "--wait"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE * END_S,
-    )
-    assert resumed.returncode == 0, resumed.stderr
+    code, out = toolkit(env, "resume", run.id, "--wait")
+    assert code == 0, out
     # The run's own config is that of the undisturbed one.
-    subprocess.run(
-        [*TOOLKIT, "submit", str(run.config), "--executor", "local", "--wait", "name=undisturbed"],
-        cwd=ROOT,
-        env=env,
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=PATIENCE * END_S,
-    )
+    code, out = toolkit(env, "submit", str(run.config), "--executor", "local", "--wait", "name=undisturbed")
+    assert code == 0, out
     undisturbed = rundir.find("undisturbed", Path(env["TOOLKIT_RUNS"]))
     first, second = run.attempts()
     assert second.step_start == first.step_end
     ours, theirs = run.result(), undisturbed.result()
-    assert ours is not None
-    assert theirs is not None
     assert (ours.step, ours.metrics) == (theirs.step, theirs.metrics)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(env: dict[str, str]) -> None:
+    with start(env, *LONG) as process:
+        run = the_run(env)
+        reached(run, 40)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=START_S)
+    saved = newest_step(run.checkpoints)
+    metrics = (run.tensorboard / "metrics.jsonl").read_bytes()
+    away = run.checkpoints.rename(run.path / "away")
+    run.checkpoints.mkdir(0o700)
+    code, out = toolkit(env, "resume", run.id, f"train.max_steps={saved + 20}")
+    assert code == 0, out
+    log = run.rank_log(2, 0)
+    wait_for(lambda: log.exists() and "has no checkpoint, but had one before" in log.read_text(), START_S, "the wait")
+    assert (run.tensorboard / "metrics.jsonl").read_bytes() == metrics
+    run.checkpoints.rmdir()
+    away.rename(run.checkpoints)
+    assert wait_for(run.result, END_S, "a result").state == "completed"
+    assert [attempt.step_start for attempt in run.attempts()] == [0, saved]
 
 
 def test_nothing_outlives_a_supervisor_killed_with_sigkill(env: dict[str, str]) -> None:
@@ -154,12 +164,10 @@ def test_a_run_cancelled_from_elsewhere_ends_for_the_one_who_waits(env: dict[str
     with start(env, *LONG) as process:
         run = the_run(env)
         reached(run, 20)
-        subprocess.run([*TOOLKIT, "cancel", run.id], cwd=ROOT, env=env, check=True, timeout=START_S)
+        assert toolkit(env, "cancel", run.id)[0] == 0
         process.communicate(timeout=START_S)
     assert process.returncode == 1
-    result = run.result()
-    assert result is not None
-    assert result.state == "cancelled"
+    assert run.result().state == "cancelled"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the run gets its GPUs here")
@@ -167,9 +175,7 @@ def test_gpus_that_are_not_there_end_the_run_before_it_trains(env: dict[str, str
     """Before, it trained on the CPU and completed."""
     env["CUDA_VISIBLE_DEVICES"] = ""
     asked = ["cluster.tasks_per_node=2", "cluster.gpus_per_node=2"]
-    argv = [*TOOLKIT, "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait", *SHORT, *asked]
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S)
-    assert done.returncode == 1
+    assert toolkit(env, "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait", *SHORT, *asked)[0] == 1
     (only,) = the_run(env).attempts()
     assert (only.decision, only.step_end) == ("give_up", None)
     assert "cluster.gpus_per_node asks for 2 GPUs" in only.line
@@ -183,24 +189,29 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_
     (project / "jobs").mkdir(parents=True)
     (project / "jobs/__init__.py").touch()
     (project / "jobs/broken.py").write_text("def main(config):\n    raise ValueError('no such thing')\n")
-    (project / "broken.yaml").write_text("job: jobs.broken\nretry: {max_failures: 1}\nnotify: [sh, tell.sh]\n")
+    (project / "broken.yaml").write_text(
+        "job: jobs.broken\nretry: {max_failures: 1}\nnotify: {command: [sh, tell.sh]}\n"
+    )
     # The command gets the result on its standard input, and may ask for the cause itself.
     (project / "tell.sh").write_text(f'cat; {sys.executable} -m toolkit why "$TOOLKIT_RUN" > told\n')
-    done = subprocess.run(
-        [*TOOLKIT, "submit", "broken.yaml", "--executor", "local", "--wait"],
-        cwd=project,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE * END_S,
-    )
-    assert done.returncode == 1
-    assert "ValueError: no such thing" in done.stdout
+    code, out = toolkit(env, "submit", "broken.yaml", "--executor", "local", "--wait", cwd=project)
+    assert code == 1
+    assert "ValueError: no such thing" in out
     run = the_run(env)
     assert [line.decision for line in run.attempts()] == ["restart", "give_up"]
     wait_for(lambda: nobody_left(env), 30, "the end of the command that tells somebody")
     assert json.loads((run.logs / "notify.log").read_text()) == run.result().to_json()
     assert "ValueError: no such thing" in (project / "told").read_text()
+
+
+def test_the_first_step_of_an_unchanged_script_is_told_while_it_runs(env: dict[str, str], tmp_path: Path) -> None:
+    told, script = tmp_path / "told", tmp_path / "train.py"
+    lines = ["import os, time", "print('step 3/900 loss 0.25')", "while not os.path.exists(TOLD): time.sleep(0.1)"]
+    script.write_text("\n".join(lines).replace("TOLD", repr(str(told))))
+    tell = [f"notify.command=[sh, -c, 'echo $TOOLKIT_EVENT $TOOLKIT_WHY > {told}']", "notify.when=[first_step]"]
+    code, out = toolkit(env, "exec", "--executor", "local", "--wait", *tell, "--", sys.executable, str(script))
+    assert code == 0, out
+    assert told.read_text() == "first_step ~step 3 is made\n"
 
 
 def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str]) -> None:
@@ -239,26 +250,17 @@ def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], 
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "train.py").write_text(KILLED)
     words = ["exec", "--executor", "local", "--wait", "cluster.tasks_per_node=2", "--", sys.executable, "own/train.py"]
-    environ = {**env, "PYTHONPATH": f":{tmp_path}/lib"}
-    done = subprocess.run(
-        [*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE * END_S
-    )
-    assert done.returncode == 0, done.stderr
+    code, out = toolkit({**env, "PYTHONPATH": f":{tmp_path}/lib"}, *words, cwd=tmp_path)
+    assert code == 0, out
     assert [line.cause for line in the_run(env).attempts()] == ["crashed", "completed"]
     # Whether the restart has gained anything cannot be seen, and a reader is told so.
-    remark = "a script that is started again goes on only if it looks for its own checkpoint"
-    for told in (done.stdout, toolkit(env, "why", the_run(env).id)[1].replace("\n", " ")):
+    remark = "a script that is started again continues only if it looks for its own checkpoint"
+    for told in (out, toolkit(env, "why", the_run(env).id)[1].replace("\n", " ")):
         assert told.count(remark) == 1
     assert (the_run(env).logs / "supervisor.log").read_text().count(remark) == 1
     notes = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
     expected = f"torch=True toolkit=False {[f'{tmp_path}/own', f'{tmp_path}/lib']} {tmp_path}/lib\n"
     assert notes == dict.fromkeys(["1-0.txt", "1-1.txt", "2-0.txt", "2-1.txt"], expected)
-
-
-def toolkit(env: dict[str, str], *words: str) -> tuple[int, str]:
-    """Return exit code and output of a command. It is read to the end of its pipe."""
-    done = subprocess.run([*TOOLKIT, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S)
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(env: dict[str, str]) -> None:
@@ -267,7 +269,7 @@ def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(
     The last commands name the run by another spelling of its path.
     """
     code, out = toolkit(env, "exec", "--executor", "local", "--", "sleep", "600")
-    assert (code, out.count("(on this machine)")) == (0, 1)  # `$(toolkit exec ...)` returns while the run goes on
+    assert (code, out.count("(on this machine)")) == (0, 1)  # `$(toolkit exec ...)` returns while the run continues
     run = the_run(env)
     assert run.result() is None
     assert toolkit(env, "cancel", run.id)[0] == 0
@@ -329,7 +331,6 @@ def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_
     (attempt,) = run.attempts()
     assert (attempt.cause, attempt.decision) == ("crashed", "give_up")
     result = run.result()
-    assert result is not None
     assert result.state == "failed"
     told = re.search(r"train.on_nan: the loss is not finite since step (\d+)", result.why)
     assert told, result.why
@@ -337,9 +338,20 @@ def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_
     assert bad <= attempt.step_end <= bad + 10, "what two lines of the log tell apart"
     assert "would fail again unchanged" in result.why
     for command in ("status", "why"):
-        page = subprocess.run(
-            [*TOOLKIT, command, run.id], env=env, cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert result.why in page.stdout
+        assert result.why in toolkit(env, command, run.id)[1]
     newest = newest_step(run.checkpoints)
     assert newest is None or newest < bad, "no checkpoint of such weights was made"
+
+
+def test_the_lines_of_the_setup_come_first_also_without_slurm(env: dict[str, str], tmp_path: Path) -> None:
+    """Before, they were left out without a word. As in a batch script, one that fails does not end the others."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text("import os\nprint(os.environ['SEEN'], oct(os.umask(0)))\n")
+    setup = "cluster.setup=['export SEEN=\"a b\" PYTHONPATH=/nowhere', 'module load nothing', 'umask 027']"
+    argv = [*TOOLKIT, "exec", "--executor", "local", "--wait", setup, "--", sys.executable, "train.py"]
+    done = subprocess.run(
+        argv, cwd=project, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert the_run(env).rank_log(1, 0).read_text().splitlines()[-1] == "a b 0o27"

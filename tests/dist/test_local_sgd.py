@@ -1,7 +1,5 @@
 """Local SGD and DiLoCo against replicas in one process. Resumes inside a round and at its end; bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -19,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from jobs.models import build_model
 from tests.dist import test_trainer as trainer
 from tests.dist.objectives import classification, cross_entropy
-from tests.dist.ranks import run_ranks, stop_all
+from tests.dist.ranks import refused_with, run_ranks, stop_all
 from tests.dist.strategy_cases import (
     BATCH,
     OPTIMIZERS,
@@ -32,18 +30,18 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
-from toolkit.base.errors import ConfigError, StoppedError
+from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.config.learning_rate import build_schedule, total_steps
 from toolkit.config.strategy import LocalSgdConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
-from toolkit.data.randomness import prepare, reseed
+from toolkit.data.randomness import reseed, seed_for_init
 from toolkit.ranks import collectives
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
-from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
+from toolkit.strategies import Criterion, Strategy, build_strategy, criterion_objective
 from toolkit.train.evaluate import evaluate
 from toolkit.train.optim import build_optimizer
 
@@ -66,9 +64,6 @@ CASES: list[tuple[LocalSgdConfig, str, Criterion, int, int, float | None]] = [
     (LocalSgdConfig(3, after_steps=2), "sgd", cross_entropy, 3, 10, 0.2),
     (LocalSgdConfig(3, outer="diloco"), "adamw", token_loss, 1, 10, 0.5),
 ]
-
-
-# ------------------------------------------------------------------------------------------------------ the oracle
 
 
 def simulate(
@@ -141,7 +136,9 @@ def train_cases(session: Session) -> list[list[tuple[float, dict[str, Tensor]]]]
     for local, optimizer, criterion, accumulate, size, clip in CASES:
         config = StrategyConfig("local_sgd", local_sgd=local)
         strategy = build_strategy(config, session, TrainConfig(accumulate=accumulate, clip_norm=clip))
-        strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
+        strategy.build(
+            plain_model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0, size)
+        )
         strategy.state()  # what a fresh start does when it looks for a checkpoint must not change the first step
         steps = []
         for n in range(STEPS):
@@ -166,7 +163,7 @@ def test_steps_equal_those_of_as_many_replicas_in_one_process() -> None:
 def step_by_step(session: Session, accumulate: int, size: int) -> tuple[list[float], dict[str, Tensor]]:
     config = StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(1))
     strategy = build_strategy(config, session, TrainConfig(accumulate=accumulate))
-    strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0, size))
+    strategy.build(plain_model, OPTIMIZERS["sgd"], criterion_objective(cross_entropy), part(strategy.share, 0, size))
     return [strategy.step(part(strategy.share, n, size), rates(n)).loss.item() for n in range(4)], snapshot(strategy)
 
 
@@ -180,13 +177,12 @@ def test_with_rounds_of_one_step_momentum_sgd_is_that_of_one_process_for_any_sha
             torch.testing.assert_close(found[f"model/{name}"], weight, atol=1e-6, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------- looking inside a round
-
-
 def look_between(session: Session, looks: bool) -> tuple[list[dict[str, Tensor]], list[dict[str, float] | None]]:
     """The replica's own weights after each step; with ``looks`` evaluated and saved in each."""
     strategy = build_strategy(DILOCO, session)
-    strategy.build(trainer.noisy_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), picture_part(strategy.share, 0))
+    strategy.build(
+        trainer.noisy_model, OPTIMIZERS["adamw"], criterion_objective(cross_entropy), picture_part(strategy.share, 0)
+    )
     own, figures = [], []
     for step in range(STEPS):
         reseed(5, step, session.rank)
@@ -194,7 +190,9 @@ def look_between(session: Session, looks: bool) -> tuple[list[dict[str, Tensor]]
         if looks:
             strategy.state()
             figures.append(trainer.judge(strategy, lambda: False))
-        own.append({name: value.clone() for name, value in strategy.live().items() if not name.startswith("buffers/")})
+        own.append(
+            {name: value.clone() for name, value in strategy.live_state().items() if not name.startswith("buffers/")}
+        )
     return own, figures
 
 
@@ -215,14 +213,16 @@ def test_an_evaluation_and_a_save_inside_a_round_leave_every_replica_as_it_was()
 
 def differences(session: Session) -> list[tuple[float | Tensor, bool]]:
     strategy = build_strategy(AVERAGE, session)
-    strategy.build(plain_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["adamw"], criterion_objective(cross_entropy), part(strategy.share, 0))
     found = []
     for step in range(6):
         strategy.step(part(strategy.share, step), 0.01)
-        weight = strategy.live()["weights/0.weight"]
+        weight = strategy.live_state()["weights/0.weight"]
         every: list[Any] = [None] * session.world_size
         dist.all_gather_object(every, weight)
-        found.append((strategy.figures().get("local_sgd/divergence", -1.0), all(torch.equal(weight, w) for w in every)))
+        found.append(
+            (strategy.step_metrics().get("local_sgd/divergence", -1.0), all(torch.equal(weight, w) for w in every))
+        )
     return found
 
 
@@ -230,9 +230,6 @@ def test_replicas_differ_inside_a_round_and_are_equal_bit_for_bit_at_its_end() -
     for found in run_ranks(WORLD, differences):
         assert [equal for _, equal in found] == [False, False, True, False, False, True]
         assert [divergence > 0 for divergence, _ in found] == [False, False, True, False, False, True]
-
-
-# ---------------------------------------------------------------------------------------------------------- resumes
 
 
 @pytest.mark.parametrize("config", [AVERAGE, DILOCO], ids=["average", "diloco"])
@@ -289,9 +286,7 @@ def test_on_other_ranks_diloco_starts_from_mean_inner_moments_and_outer_momentum
 
 
 def refused(session: Session, run_dir: Path, config: StrategyConfig | str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        train_up_to(config, 10)(session, run_dir)
-    return str(caught.value)
+    return refused_with(lambda: train_up_to(config, 10)(session, run_dir))
 
 
 def test_inside_a_round_other_ranks_and_ddp_are_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -385,9 +380,6 @@ def test_ranks_that_differ_finish_their_round_whatever_after_steps_says(
     trainer.assert_same({name: one[name] for name in weights}, {name: other[name] for name in weights})
 
 
-# ------------------------------------------------------------------------------------------------------------ stops
-
-
 def run_ahead(session: Session, run_dir: Path) -> int:
     """Let rank 1 wait in step 1 until rank 0 begins step 6. Then rank 2 asks for a stop."""
     plain_at = Loader.at
@@ -416,19 +408,16 @@ def test_a_rank_far_ahead_of_the_others_stops_at_the_same_step_as_they(tmp_path:
     assert newest_step(tmp_path / "checkpoints") == step
 
 
-# -------------------------------------------------------------------------------------------------- what it is worth
-
-
 def train_digits(session: Session, path: str, overrides: list[str]) -> tuple[float, int]:
     """Return a config's final accuracy, and the bytes that this rank gave to all-reduce."""
     config = load_config(path, overrides, site=False)
-    prepare(config.train.seed)
+    seed_for_init(config.train.seed)
     data = build_datasets(config.data)
     sent = count_bytes()
     strategy = build_strategy(config.strategy, session, config.train)
     loader = build_loader(data.train, config.data, strategy.share, seed=config.train.seed)
     model = partial(build_model, config.model.name, data.classes, data.sample_shape)
-    strategy.build(model, partial(build_optimizer, config.optim), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(model, partial(build_optimizer, config.optim), criterion_objective(cross_entropy), loader.at(0))
     steps = total_steps(config.train, loader.dataset_size, loader.global_batch_size)
     rate = build_schedule(config.optim, steps)
     sent.clear()  # priming's
@@ -437,9 +426,7 @@ def train_digits(session: Session, path: str, overrides: list[str]) -> tuple[flo
         strategy.step(loader.at(step), rate(step))
     total = sum(sent)
     batches = eval_batches(data.eval, strategy.share, 256)
-    figures = evaluate(strategy, batches, len(data.eval), classification)
-    assert figures is not None
-    return figures["accuracy"], total
+    return evaluate(strategy, batches, len(data.eval), classification)["accuracy"], total
 
 
 def count_bytes() -> list[int]:
@@ -477,12 +464,12 @@ def test_digits_are_learned_as_well_as_by_ddp_with_a_fraction_of_the_bytes() -> 
 
 def figures(session: Session) -> tuple[dict[str, float | Tensor], dict[str, float | Tensor]]:
     strategy: Strategy = build_strategy(StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(4)), session)
-    strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
-    strategy.figures()
+    strategy.build(plain_model, OPTIMIZERS["sgd"], criterion_objective(cross_entropy), part(strategy.share, 0))
+    strategy.step_metrics()
     for step in range(8):
         strategy.step(part(strategy.share, step), 0.1)
     evaluate(strategy, eval_parts(strategy.share, 9, 3), 9, classification)
-    return dict(strategy.figures()), dict(strategy.figures())
+    return dict(strategy.step_metrics()), dict(strategy.step_metrics())
 
 
 def test_the_bytes_that_are_shown_are_those_of_the_weights_and_momenta_of_its_rounds() -> None:

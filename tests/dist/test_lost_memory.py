@@ -1,9 +1,7 @@
 """Ranks on two nodes, of which one is lost with its copies in memory.
 
-The run goes on from memory, bit for bit. Both nodes are this machine; each has an agent's files of its own.
+The run continues from memory, bit for bit. Both nodes are this machine; each has an agent's files of its own.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +21,10 @@ from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
 from toolkit.nodes.agent import state_memory
 from toolkit.nodes.agent.state_memory import NodeFiles
-from toolkit.plugins.memory.copies import Memory
+from toolkit.plugins.memory.copies import PeerMemory
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.run_checkpoints import Checkpoints
 
 pytestmark = pytest.mark.dist
 
@@ -65,7 +63,7 @@ def sit(session: Session, files: Sequence[str]) -> None:
 
 
 def train_on_nodes(session: Session, files: Sequence[str], run_dir: Path, **options: Any) -> Any:
-    """The step that the training goes on from, and its outcome."""
+    """The step that the training continues from, and its outcome."""
     sit(session, files)
     resumed: list[int | None] = []
     plain_resume = Checkpoints.resume
@@ -113,21 +111,18 @@ def test_a_lost_nodes_place_is_taken_by_a_spare_that_goes_on_from_memory(
     assert curve == logged(tmp_path / "undisturbed", "train/loss")
 
 
-# ------------------------------------------------------------------------------------------------------- how often
-
-
 def copied_after(session: Session, files: Sequence[str], run_dir: Path, every: int | str, free: Sequence[int]) -> Any:
     """Return the steps after which this rank copies its state, or its refusal. ``free`` is memory by rank."""
     sit(session, files)
     steps: list[int] = []
-    plain_write = Memory.write
+    plain_write = PeerMemory.write
 
-    def write(self: Memory, step: int, state: State, meta: Mapping[str, Json]) -> float:
+    def write(self: PeerMemory, step: int, state: State, meta: Mapping[str, Json]) -> float:
         steps.append(step)
         return plain_write(self, step, state, meta)
 
-    Memory.write = write
-    this_node.available_bytes = lambda *_: free[session.rank]
+    PeerMemory.write = write
+    this_node.available_memory_bytes = lambda *_: free[session.rank]
     checkpoint = CheckpointConfig(1000, memory_every_steps=every)
     try:
         result, _ = train(session, run_dir, checkpoint=checkpoint, model=plain_model)

@@ -4,8 +4,6 @@ It ends bit for bit like the undisturbed one. CI makes a few kills with a fresh 
 makes 50 for each number of workers.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -28,16 +26,16 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
-from toolkit.data.randomness import prepare
+from toolkit.data.randomness import seed_for_init
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import TRACE_VARIABLE, RunDir
-from toolkit.plugins.site.resume_compare import CheckPlan, compare
+from toolkit.plugins.site.resume_compare import InterruptionPlan, compare
 from toolkit.ranks.session import Session
-from toolkit.strategies import build_strategy, of_pairs
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.strategies import build_strategy, criterion_objective
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -58,11 +56,11 @@ def train(session: Session, run: RunDir, attempt: int, steps: int, workers: int,
         seed(attempt)
     session = in_run(session, run.path, attempt)
     config = TrainConfig(epochs=10**6, max_steps=steps, seed=3, log_every=5, eval_every=10)
-    prepare(config.seed)
+    seed_for_init(config.seed)
     strategy = build_strategy(StrategyConfig(), session)
     loader = Loader(Images(), global_batch_size=BATCH, seed=3, share=strategy.share, workers=workers)
     optim = OptimConfig("adamw", lr=0.01)
-    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(SAVE_EVERY), session, strategy, identity(JobConfig()))
     schedule = partial(build_schedule, optim)
     result = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints).fit(judge)
@@ -81,7 +79,7 @@ def random_blow(dice: random.Random, newest: int, steps: int) -> dict[str, Any]:
     if dice.random() < 0.2:
         return {"rank": rank, "after_s": dice.uniform(0.0, 1.0)}
     step = min(newest + dice.randrange(3 * STEPS_PER_KILL), steps - 2)
-    return {"rank": rank, "step": step, "late": dice.random(), "signal": "SIGKILL"}
+    return {"rank": rank, "step": step, "late": dice.random(), "how": "kill"}
 
 
 def undisturbed(folder: Path, steps: int, workers: int) -> RunDir:
@@ -127,7 +125,7 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_the_undisturbed_on
     report = compare(
         undisturbed(tmp_path, steps, workers),
         killed(tmp_path, kills, steps, workers),
-        CheckPlan(steps, struck=(f"{kills} kills",)),
+        InterruptionPlan(steps, struck=(f"{kills} kills",)),
     )
     assert (report.first, report.different, report.conditions) == (None, {}, {})
     assert report.steps == steps

@@ -3,8 +3,6 @@
 Killed in a step, they repeat only that step, and every bit is the same.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real runs with `dist.backend: mpi`: beside gloo, killed and continued, and wrongly started."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -70,13 +68,13 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_no_rank_sends_before_the_last_one_has_opened_mpi() -> None:
     """A message that arrives while a rank opens Open MPI crashes it. A real start has too short a window to test."""
-    from toolkit.plugins.mpi.backend.group import await_all
+    from toolkit.plugins.mpi.backend.group import store_barrier
 
     store, size = HashStore(), 4
     with ThreadPoolExecutor(size) as pool:
-        early = [pool.submit(await_all, store, rank, size) for rank in (3, 0, 2)]
+        early = [pool.submit(store_barrier, store, rank, size) for rank in (3, 0, 2)]
         assert not wait(early, timeout=0.2).done
-        await_all(store, 1, size)
+        store_barrier(store, 1, size)
         assert not wait(early, timeout=10).not_done
 
 

@@ -1,7 +1,5 @@
 """A loss that is not finite: the attempt's end and message, and the checkpoints kept."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

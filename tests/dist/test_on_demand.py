@@ -1,6 +1,4 @@
-"""Requests to running ranks, on this machine: their stacks, a profile, a stop to go on with other values."""
-
-from __future__ import annotations
+"""Requests to running ranks, on this machine: their stacks, a profile, a stop to continue with other values."""
 
 import gzip
 import json

@@ -3,8 +3,6 @@
 Its kernels are the CPU's. A run that is killed and continued must end with the bits of one that is left alone.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,9 +1,7 @@
-"""A run that goes on with another number of ranks.
+"""A run that continues with another number of ranks.
 
-It ends within an epoch on 4 ranks, and again on 2, and goes on with 3 as if it had been undisturbed.
+It ends within an epoch on 4 ranks, and again on 2, and continues with 3 as if it had been undisturbed.
 """
-
-from __future__ import annotations
 
 import json
 import multiprocessing
@@ -25,14 +23,14 @@ from toolkit.checkpoint.folder import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import Loader
-from toolkit.data.randomness import prepare
+from toolkit.data.randomness import seed_for_init
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.sample(2)]
 
@@ -62,7 +60,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, SAMPLES))
 
 
-def no_judgement(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float]:
+def no_judgement(strategy: Strategy, is_interrupted: Callable[[], bool]) -> dict[str, float]:
     return {}
 
 
@@ -73,7 +71,6 @@ def watch(loader: Loader, seen: Seen, last: Callable[[int], None]) -> None:
     def at(step: int) -> Batch | None:
         last(step)
         batch = plain_at(step)
-        assert batch is not None
         rows = zip(batch.positions.tolist(), batch.targets.tolist(), batch.inputs, strict=True)
         seen[step] = [(position, target, row.numpy().tobytes()) for position, target, row in rows]
         return batch
@@ -94,12 +91,12 @@ def train(
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has a worker
     session = in_run(session, run_dir, attempt)
     config = TrainConfig(epochs=EPOCHS, seed=3, log_every=5)
-    prepare(config.seed)
+    seed_for_init(config.seed)
     strategy = build_strategy(StrategyConfig(), session)
     pictures, share = Pictures(bad), strategy.share
     loader = Loader(pictures, global_batch_size=BATCH, seed=3, share=share, workers=1, max_bad_samples=most)
     optim = OptimConfig("sgd", lr=0.001)
-    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
     seen: Seen = {}
 
     def strike(step: int) -> None:

@@ -1,9 +1,6 @@
 """What scripts of others do in a loop of their own: it loses nothing, or is told what to do."""
 
-from __future__ import annotations
-
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch.nn.utils.prune import l1_unstructured
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, told_by_us
 from tests.dist.test_own_loop import BATCH, SAMPLES, begun, dataset
 from toolkit.base.errors import ConfigError
 from toolkit.checkpoint.folder import newest_step
@@ -152,10 +149,7 @@ def test_a_frozen_weight_that_is_infinite_by_design_is_saved(tmp_path: Path) -> 
 
 def with_loader(session: Session, folder: Path, batch: int, samples: int, total: int) -> str:
     run = begun(session, folder, max_steps=total)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("toolkit").addHandler(handler)
+    messages = told_by_us()
     model, optimizer = prepared(run)
     said = "trained"
     try:
@@ -200,10 +194,7 @@ def test_two_loaders_one_after_the_other_are_not_taken_for_a_change(stop: int, t
 
 def another_rate(session: Session, folder: Path, lr: float, total: int) -> tuple[float, list[str]]:
     run = begun(session, folder, max_steps=total)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("toolkit").addHandler(handler)
+    messages = told_by_us()
     model = nn.Linear(8, 2)
     optimizer = SGD(model.parameters(), lr)
     run.resumable(model=model, optimizer=optimizer)
@@ -262,7 +253,7 @@ def several_loops(session: Session, folder: Path, kill_at: int) -> tuple[list[in
             for number, _ in run.steps(loader).enumerate():
                 step(model, optimizer, torch.ones(2, 8))
                 counts[-1] += 1
-                batches.append([number, run.batch])
+                batches.append([number, run.batch_index])
                 if run.step == kill_at:
                     run.close()
                     return counts, batches
@@ -333,7 +324,7 @@ def refused(session: Session, folder: Path, script: Any) -> str:
     ("script", "words"),
     [
         (nested, "within a step of this run.steps another one was begun"),
-        (one_by_one, "run.steps was begun anew for each batch"),
+        (one_by_one, "run.steps was started again for each batch"),
         (total_in_an_epoch, "total=8 counts steps of the whole run"),
     ],
 )
@@ -347,10 +338,7 @@ def test_a_loop_that_would_lose_batches_or_saves_is_refused_by_its_line(
 
 def replace_the_optimizer(session: Session, folder: Path) -> tuple[list[int], list[str]]:
     run = begun(session, folder, every=10)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("toolkit").addHandler(handler)
+    messages = told_by_us()
     model, optimizer = prepared(run)
     saved = []
     for number, _ in run.steps(range(60), total=60).enumerate():

@@ -3,8 +3,6 @@
 It runs two ranks on this machine.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -79,9 +77,7 @@ def ended(folder: Path, job: str) -> RunDir:
 
 
 def test_a_job_by_path_has_its_params_and_its_neighbours_on_each_rank(tmp_path: Path) -> None:
-    result = ended(tmp_path, MAIN).result()
-    assert result is not None
-    assert result.metrics == {"size": 48, "scale": 5.0}
+    assert ended(tmp_path, MAIN).result().metrics == {"size": 48, "scale": 5.0}
 
 
 def test_a_loop_has_its_params_and_shows_them_in_tensorboard(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 At most ten changed lines bring them to toolkit.start().
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

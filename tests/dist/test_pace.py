@@ -3,8 +3,6 @@
 All other ranks wait for it in each step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

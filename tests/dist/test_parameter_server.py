@@ -25,22 +25,19 @@ from toolkit.config import JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.config.strategy import ParameterServerConfig
 from toolkit.data.loader import Loader
-from toolkit.data.randomness import prepare
+from toolkit.data.randomness import seed_for_init
 from toolkit.ranks.session import Session
-from toolkit.strategies import build_strategy, of_pairs
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.strategies import build_strategy, criterion_objective
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 
 def config(servers: int = 1, mode: str = "sync", staleness: int = 4) -> StrategyConfig:
     return StrategyConfig("parameter_server", parameter_server=ParameterServerConfig(servers, mode, staleness))
-
-
-# ------------------------------------------------------------------------------------------------------ two servers
 
 
 class Scaled(nn.Module):
@@ -80,7 +77,7 @@ def whole_share() -> Any:
 def on_two_servers(session: Session, scaled: bool) -> tuple[list[float], dict[str, tuple[Any, Tensor]]]:
     strategy = build_strategy(config(servers=2), session, TrainConfig(accumulate=2))
     model, criterion = (Scaled, cross_entropy) if scaled else (plain_model, token_loss)
-    strategy.build(model, OPTIMIZERS["adamw"], of_pairs(criterion), part(strategy.share, 0))
+    strategy.build(model, OPTIMIZERS["adamw"], criterion_objective(criterion), part(strategy.share, 0))
     losses = [strategy.step(part(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
     state = strategy.state()
     return losses, {name: (getattr(entry, "offsets", None), tensor_of(entry).clone()) for name, entry in state.items()}
@@ -112,7 +109,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 def refused(session: Session) -> list[str]:
     strategy = build_strategy(config(), session)
     with pytest.raises(ConfigError) as uncut:
-        strategy.build(plain_model, adafactor, of_pairs(cross_entropy), part(strategy.share, 0))
+        strategy.build(plain_model, adafactor, criterion_objective(cross_entropy), part(strategy.share, 0))
     with pytest.raises(ConfigError) as many:
         build_strategy(config(3), session)
     return [str(uncut.value), str(many.value)]
@@ -124,8 +121,6 @@ def test_uncuttable_optimizers_and_too_many_servers_are_refused_on_every_rank() 
         assert many.startswith("strategy.parameter_server.servers: 3 of 3 ranks leave no worker")
 
 
-# ------------------------------------------------------------------------------------------------------ the whole loop
-
 CONFIG = TrainConfig(epochs=4, seed=3, log_every=1, eval_every="epoch")  # 10 steps, evaluations in 3, 5, 8 and 10
 
 
@@ -133,12 +128,12 @@ def train(
     session: Session, run_dir: Path, section: StrategyConfig, model: Any = noisy_model, train: TrainConfig = CONFIG
 ) -> tuple[Result, dict[str, Tensor]]:
     session = in_run(session, run_dir)
-    prepare(train.seed)
+    seed_for_init(train.seed)
     strategy = build_strategy(section, session, train)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=train.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     with closing(strategy):
-        strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+        strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
         checkpoints = Checkpoints(EVERY_4, session, strategy, identity(JobConfig(strategy=section)))
         schedule = partial(build_schedule, optim)
         trainer = Trainer(train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
@@ -163,15 +158,12 @@ def test_ddp_and_a_parameter_server_go_on_from_each_others_checkpoints(tmp_path:
         torch.testing.assert_close(again[name], value, atol=1e-5, rtol=0, msg=name)
 
 
-# --------------------------------------------------------------------------------------------------------- asynchronous
-
-
 def run_ahead(session: Session, section: StrategyConfig, until: int) -> list[int]:
     """Return by how many tickets worker 2 was ahead at each of its beginnings.
 
     Worker 1 waits for ticket ``until`` of worker 2. It counts each ticket first: servers know of no uncounted one."""
     strategy = build_strategy(section, session)
-    strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["sgd"], criterion_objective(cross_entropy), part(strategy.share, 0))
     leads = []
     for n in range(2 * until):
         if session.rank == 1:
@@ -196,7 +188,7 @@ def test_an_asynchronous_worker_waits_for_nobody() -> None:
 
 def async_alone(session: Session, optimizer: str, criterion: Any) -> dict[str, Tensor]:
     strategy = build_strategy(config(mode="async"), session)
-    strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0))
     for n in range(STEPS):
         strategy.step(part(strategy.share, n), rates(n))
     return {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
@@ -233,7 +225,7 @@ def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int) 
     from toolkit.train.evaluate import evaluate
 
     session = in_run(session, run_dir)
-    prepare(0)
+    seed_for_init(0)
     data = build_datasets(DataConfig())
     section_of_train = TrainConfig(max_steps=steps, log_every=10, eval_every=75)
     strategy = build_strategy(section, session, section_of_train)
@@ -241,13 +233,13 @@ def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int) 
     optim = OptimConfig(lr=0.1)
     with closing(strategy):
         model = partial(build_model, "mlp", data.classes, data.sample_shape)
-        strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+        strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
         checkpoints = Checkpoints(EVERY_4, session, strategy, identity(JobConfig(strategy=section)))
         schedule = partial(build_schedule, optim)
         trainer = Trainer(section_of_train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
 
-        def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+        def judge(strategy: Strategy, is_interrupted: Callable[[], bool]) -> dict[str, float] | None:
             batches = eval_batches(data.eval, strategy.share, batch_size=256)
-            return evaluate(strategy, batches, len(data.eval), classification, is_cut)
+            return evaluate(strategy, batches, len(data.eval), classification, is_interrupted)
 
         return trainer.fit(judge)

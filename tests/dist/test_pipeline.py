@@ -1,7 +1,5 @@
 """What a pipeline alone could get wrong: schedules, random numbers, evaluation, checkpoints, who holds what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.dist import test_trainer as trainer
 from tests.dist.objectives import classification, cross_entropy
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import refused_with, run_ranks
 from tests.dist.strategy_cases import (
     CLASSES,
     FEATURES,
@@ -34,7 +32,6 @@ from tests.dist.strategy_cases import (
     token_loss,
 )
 from tests.dist.test_fsdp import image_model
-from toolkit.base.errors import ConfigError
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.checkpoint.reader import load
@@ -44,7 +41,7 @@ from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.config.strategy import PipelineConfig
 from toolkit.data.randomness import reseed
 from toolkit.ranks.session import Session
-from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, of_pairs
+from toolkit.strategies import Criterion, Loss, Objective, Strategy, build_strategy, criterion_objective
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
@@ -60,15 +57,12 @@ def make(
     **options: Any,
 ) -> Strategy:
     strategy = build_strategy(config, session, TrainConfig(**options))
-    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
+    strategy.build(model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0, size))
     return strategy
 
 
 def pipeline(schedule: str, micro_batches: int | None = None, **mesh: int) -> StrategyConfig:
     return StrategyConfig("pipeline", mesh=MeshConfig(**mesh), pipeline=PipelineConfig(schedule, micro_batches))
-
-
-# ---------------------------------------------------------------------------------------------------- schedules
 
 
 def train_schedules(session: Session) -> list[tuple[list[float], dict[str, Tensor]]]:
@@ -123,7 +117,7 @@ def draw(session: Session, schedule: str) -> dict[int, list[tuple[float, ...]]]:
     config = pipeline(schedule, 4)
     config.pipeline.split = split
     strategy = make(session, config, model, size=8)
-    held = [number for number, mask in enumerate(masks) if f"weights/{number}.weight" in strategy.live()]
+    held = [number for number, mask in enumerate(masks) if f"weights/{number}.weight" in strategy.live_state()]
     for mask in masks:
         mask.drawn.clear()  # those of priming
     for step in (7, 8):
@@ -155,9 +149,6 @@ def test_gpipe_and_1f1b_make_the_same_passes_bit_for_bit_in_another_order() -> N
     trainer.assert_same(run_ranks(3, train_noisily, "gpipe")[0], run_ranks(3, train_noisily, "1f1b")[0])
 
 
-# --------------------------------------------------------------------------------------------------- evaluation
-
-
 def evaluate_at_once(session: Session, schedule: str) -> list[dict[str, float] | None]:
     """Before any step; sizes that leave micro-batches uneven, fewer than ranks, and replicas without any."""
     strategy = make(session, pipeline(schedule, stages=2), plain_model)
@@ -180,9 +171,6 @@ def test_an_evaluation_before_the_first_step_counts_each_sample_once(schedule: s
             assert rank[case]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-# -------------------------------------------------------------------------------------------- who holds what
-
-
 def held(session: Session) -> tuple[set[str], list[str]]:
     devices = []
 
@@ -192,7 +180,7 @@ def held(session: Session) -> tuple[set[str], list[str]]:
 
     strategy = make(session, pipeline("1f1b", replicas=2), model, "adamw")
     strategy.step(part(strategy.share, 0), 0.1)
-    return set(strategy.live()), devices
+    return set(strategy.live_state()), devices
 
 
 def test_a_rank_has_state_of_its_layers_only_and_rank_0_alone_makes_the_model() -> None:
@@ -202,9 +190,6 @@ def test_a_rank_has_state_of_its_layers_only_and_rank_0_alone_makes_the_model() 
         assert devices == (["cpu"] if names is ranks[0][0] else ["meta"])
     whole = {f"weights/{name}" for name in plain_model().state_dict()}
     assert {name for names, _ in ranks for name in names if "weights/" in name} == whole
-
-
-# ------------------------------------------------------------------------------------------------- checkpoints
 
 
 def save_it(session: Session, folder: Path) -> dict[str, Tensor]:
@@ -220,10 +205,8 @@ def load_it(session: Session, folder: Path, name: str) -> tuple[dict[str, Tensor
     strategy = built(name, session, lambda: noisy_model().apply(_zero), "adamw", size=16)
     state = strategy.state()
     checkpoints, ranks = CheckpointFolder(folder), session.world_size
-    loaded = load(checkpoints, state, rank=session.rank, world_size=ranks, kv=session.store)
-    assert loaded is not None
-    strategy.loaded(loaded.values)
-    return snapshot(strategy), {name: value.clone() for name, value in strategy.live().items()}
+    strategy.on_loaded(load(checkpoints, state, rank=session.rank, world_size=ranks, kv=session.store).values)
+    return snapshot(strategy), {name: value.clone() for name, value in strategy.live_state().items()}
 
 
 def _zero(module: nn.Module) -> None:
@@ -277,25 +260,9 @@ def test_a_run_continues_alike_with_other_numbers_of_stages_and_other_strategies
     assert len(losses[1]) == 10
 
 
-def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_one(tmp_path: Path) -> None:
-    undisturbed = run_ranks(2, partial(trainer.train, name="pipeline"), tmp_path / "whole")
-    run_ranks(2, partial(trainer.die_after, name="pipeline"), tmp_path / "parts", 7)
-    for mine, again in zip(
-        undisturbed, run_ranks(2, partial(trainer.train, name="pipeline"), tmp_path / "parts"), strict=True
-    ):
-        assert again[0] == mine[0]
-        trainer.assert_same(again[1], mine[1])
-    losses = [trainer.logged(tmp_path / folder, "train/loss") for folder in ("whole", "parts")]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 10
-
-
 def test_ranks_signalled_at_different_times_stop_at_one_step(tmp_path: Path) -> None:
     (step,) = set(run_ranks(2, partial(trainer.stop_at, name="pipeline"), tmp_path, 2))
     assert newest_step(tmp_path / "checkpoints") == step
-
-
-# ---------------------------------------------------------------------------------------------------- refusals
 
 
 class Idle(nn.Module):
@@ -317,9 +284,9 @@ class Broken(nn.Linear):
 
 
 def refusal(session: Session) -> str:
-    with pytest.raises(ConfigError) as caught:
-        make(session, pipeline("1f1b", 2), lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), Idle()))
-    return str(caught.value)
+    return refused_with(
+        lambda: make(session, pipeline("1f1b", 2), lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), Idle()))
+    )
 
 
 def test_a_parameter_that_one_stage_does_not_use_is_refused_on_every_rank() -> None:
@@ -331,9 +298,9 @@ def call_twice(session: Session) -> str:
         return Loss.sum((model(batch.inputs) - model(batch.inputs.flip(1))).square().sum(), len(batch))
 
     strategy = build_strategy(pipeline("1f1b", 2), session, TrainConfig())
-    with pytest.raises(ConfigError) as caught:
-        strategy.build(plain_model, OPTIMIZERS["sgd"], Objective(contrast), part(strategy.share, 0, 10))
-    return str(caught.value)
+    return refused_with(
+        lambda: strategy.build(plain_model, OPTIMIZERS["sgd"], Objective(contrast), part(strategy.share, 0, 10))
+    )
 
 
 def test_a_loss_that_calls_the_model_twice_is_refused_on_every_rank() -> None:

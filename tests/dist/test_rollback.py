@@ -1,7 +1,5 @@
 """Skipped steps in the loop: receipt, rollback to a checkpoint, kills, and giving up."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -76,9 +74,9 @@ def stories(session: Session, folder: Path) -> dict[str, Any]:
         "twice": run(session, folder / "twice", 5, ROLLING, 5, 6, 7, 8, 9),
         "too early": run(session, folder / "early", 6, ROLLING, 0, 1),
         "switched on": run(session, folder / "on", 7, replace(CONFIG, max_steps=4)),
-        "goes on": run(session, folder / "on", 8, replace(CONFIG, ema_decay=0.8)),
+        "continues": run(session, folder / "on", 8, replace(CONFIG, ema_decay=0.8)),
         "switched off": run(session, folder / "off", 9, replace(SKIPPING, max_steps=4, spike_factor=5.0)),
-        "goes on plain": run(session, folder / "off", 10, CONFIG),
+        "continues plain": run(session, folder / "off", 10, CONFIG),
     }
 
 
@@ -153,14 +151,11 @@ def test_a_run_that_cannot_roll_back_or_would_do_so_for_ever_ends_with_the_sampl
 
 def test_what_happens_to_a_step_may_be_switched_on_and_off_at_a_resume(told: Any) -> None:
     for rank in told[1]:
-        assert rank["goes on"][0].step == 10
-        state = rank["goes on"][1]
+        assert rank["continues"][0].step == 10
+        state = rank["continues"][1]
         apart = max((state[f"ema/{n}"] - state[f"model/{n}"]).abs().max().item() for n in ("1.weight", "3.weight"))
         assert 0 < apart < 0.1, "the average began at the loaded weights"
-        assert rank["goes on plain"][0].step == 10
-
-
-# ---------------------------------------------------------------------------------------------- channels last
+        assert rank["continues plain"][0].step == 10
 
 
 def convolution() -> nn.Module:
@@ -191,4 +186,6 @@ def test_channels_last_changes_only_strides_and_does_not_show_in_a_checkpoint(tm
 def test_a_loader_names_the_samples_of_all_shares() -> None:
     loaders = [Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=3, share=Share(index, 3)) for index in range(3)]
     for step in (0, 2, 7):
-        assert loaders[1].global_samples(step) == [sample for loader in loaders for sample in loader.samples(step)]
+        assert loaders[1].global_indices(step) == [
+            sample for loader in loaders for sample in loader.sample_indices(step)
+        ]

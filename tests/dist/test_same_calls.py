@@ -1,6 +1,4 @@
-"""What ranks of a user's loop do differently does not matter, or is named at once; where a loop goes on."""
-
-from __future__ import annotations
+"""What ranks of a user's loop do differently does not matter, or is named at once; where a loop continues."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +17,9 @@ from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import wait_for
 from toolkit.base.errors import JobCodeError, StoppedError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.data.randomness import prepare
+from toolkit.data.randomness import seed_for_init
+from toolkit.ranks.agreement.rounds import STOP
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop.rounds import STOP
 from toolkit.train import same_calls
 from toolkit.train.user_loop import TrainingRun
 
@@ -32,7 +30,7 @@ def begun(session: Session, folder: Path, attempt: int, every: int = 1000) -> Tr
     config = JobConfig()
     config.train.seed, config.train.log_every = 3, 1000
     config.checkpoint.every_steps = every
-    prepare(config.train.seed)
+    seed_for_init(config.train.seed)
     (folder / "logs").mkdir(exist_ok=True, parents=True)
     return TrainingRun(config, replace(in_run(session, folder, attempt), blocks=count()))
 
@@ -123,7 +121,7 @@ def test_a_call_that_only_some_ranks_make_does_not_matter_or_is_named(tmp_path: 
 
 
 def alone(session: Session, folder: Path) -> None:
-    """Rank 0 asks for a save. Rank 1 goes on, and waits for it in the next step's collective."""
+    """Rank 0 asks for a save. Rank 1 continues, and waits for it in the next step's collective."""
     same_calls.ASK_AFTER_S = 0.1
     run = begun(session, folder, 1)
     model = DistributedDataParallel(nn.Linear(1, 1))
@@ -140,8 +138,6 @@ def test_a_rank_that_waits_in_a_collective_of_the_loop_is_named(tmp_path: Path) 
     assert JobCodeError.comes_again
 
 
-# ---------------------------------------------------------------------------------------------------- where it goes on
-
 Loop = Callable[[TrainingRun], Iterator[Any]]
 
 
@@ -153,7 +149,7 @@ def uneven(run: TrainingRun) -> Iterator[Any]:
 def numbered(run: TrainingRun) -> Iterator[Any]:
     for epoch in run.epochs(3):
         for number, item in run.steps(range(5)).enumerate(1):
-            assert run.batch == number - 1
+            assert run.batch_index == number - 1
             yield epoch, number, item
 
 
@@ -291,9 +287,9 @@ def odd_loaders(session: Session, folder: Path) -> list[str]:
 
 def test_what_cannot_be_begun_anew_or_has_no_length_is_said(tmp_path: Path) -> None:
     ((once, length, metered),) = run_ranks(1, odd_loaders, tmp_path)
-    assert once.startswith("run.steps: the loader has no batch: a range_iterator cannot be begun anew. Wrap the steps")
+    assert once.startswith("run.steps: the loader has no batch: a range_iterator cannot be restarted. Wrap the steps")
     assert length == "run.steps: this loader has no len()"
-    assert "the loader raises AssertionError: nothing to divide by: a generator cannot be begun anew. Wrap" in metered
+    assert "the loader raises AssertionError: nothing to divide by: a generator cannot be restarted. Wrap" in metered
 
 
 def stopped_outside(session: Session, folder: Path) -> str:

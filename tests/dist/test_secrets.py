@@ -3,8 +3,6 @@
 Secrets are planted, and every file, command line and variable is searched.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,10 +1,8 @@
 """Training on Parquet as Spark writes it: every sample once.
 
-Four ranks train, one is killed, and three go on. Spark itself writes the files where pyspark and Java are installed;
+Four ranks train, one is killed, and three continue. Spark itself writes the files where pyspark and Java are installed;
 else pyarrow writes the same folders.
 """
-
-from __future__ import annotations
 
 import json
 import os

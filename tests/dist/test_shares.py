@@ -1,7 +1,5 @@
 """Shares that follow the ranks' speed, and parts that never change, on real ranks."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -18,19 +16,19 @@ from tests.dist.ranks import in_run, run_ranks
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.loader import build_loader
-from toolkit.data.randomness import prepare
+from toolkit.data.randomness import seed_for_init
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.train.checkpoints import Checkpoints
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 
 SAMPLES, BATCH = 70, 30
-AUTO = DataConfig(global_batch_size=BATCH, share="auto")
+AUTO = DataConfig(global_batch_size=BATCH, balance="auto")
 #: A rank that takes twice as long for a sample as its peers.
 SECONDS = (0.01, 0.02, 0.01)
 #: Where three such ranks end: 12, 6 and 12 samples.
@@ -69,7 +67,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
 
 
-def nothing(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float]:
+def nothing(strategy: Strategy, is_interrupted: Callable[[], bool]) -> dict[str, float]:
     return {}
 
 
@@ -79,21 +77,20 @@ def train(
     """Return this rank's sample counts by step, its final state, and its samples."""
     session = in_run(session, run_dir)
     config = TrainConfig(epochs=100, max_steps=steps, seed=3, log_every=2, accumulate=2)
-    prepare(config.seed)
+    seed_for_init(config.seed)
     strategy: Any = build_strategy(StrategyConfig(), session, config)
     loader = build_loader(dataset(), data, strategy.share, seed=3)
     optim = OptimConfig("adamw", lr=0.01)
-    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
     # Own times made of the samples alone let the test know how shares must move.
     clock = TimedBySamples(seconds[session.rank]) if seconds else None
-    strategy.own_time = clock or strategy.own_time
+    strategy.local_stopwatch = clock or strategy.local_stopwatch
     counts, seen, plain_at = list[int](), list[list[int]](), loader.at
 
     def at(step: int) -> Batch | None:
         batch = plain_at(step)
-        assert batch is not None
         counts.append(len(batch))
-        seen.append(loader.samples(step))
+        seen.append(loader.sample_indices(step))
         if clock is not None:
             clock.count = len(batch)
         return batch
@@ -155,7 +152,7 @@ def test_a_rank_whose_data_are_slow_is_measured_and_gets_the_least_share(tmp_pat
 
 @pytest.mark.parametrize("split", ["blocks", "hash"])
 def test_each_rank_reads_its_own_part_and_a_resume_is_bit_for_bit(split: str, tmp_path: Path) -> None:
-    data = DataConfig(global_batch_size=BATCH, split=split)
+    data = DataConfig(global_batch_size=BATCH, partition=split)
     undisturbed = run_ranks(3, train, tmp_path / "whole", 12, data, None)
     parts = [{sample for step in rank[2] for sample in step} for rank in undisturbed]
     assert sorted(sample for part in parts for sample in part) == list(range(SAMPLES)), "parts meet, or miss a sample"
@@ -166,5 +163,5 @@ def test_each_rank_reads_its_own_part_and_a_resume_is_bit_for_bit(split: str, tm
         assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
     with pytest.raises(AssertionError, match=r"(?s)cannot be continued on 2 ranks: each of 3 ranks had read"):
         run_ranks(2, train, tmp_path / "cut", 14, data, None)
-    with pytest.raises(AssertionError, match=r"data\.split was"):
+    with pytest.raises(AssertionError, match=r"data\.partition was"):
         run_ranks(3, train, tmp_path / "cut", 14, AUTO, None)

@@ -3,8 +3,6 @@
 Where the copy is damaged they run without it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -61,7 +59,7 @@ def test_ranks_use_the_copy_and_without_it_the_original(env: dict[str, str], tmp
         assert f"{tmp_path}/none is not copied to the nodes" in told
         assert "nodes with a copy: 1 of 1, made within" in told
 
-        # a byte of each package changes, and the copies are gone: the run goes on with what they are copies of
+        # a byte of each package changes, and the copies are gone: the run continues with what they are copies of
         shutil.rmtree(node)
         Path(node).mkdir()
         for package in (tmp_path / "runs/.stage").glob("*.tar"):

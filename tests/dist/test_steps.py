@@ -1,7 +1,5 @@
 """The update of weights, beside torch's own: clipping, skipped steps, fp16, averages, pruning."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, prune
 from torch.optim.swa_utils import AveragedModel
 
 from tests.dist.objectives import classification, cross_entropy
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import refused_with, run_ranks
 from tests.dist.strategy_cases import (
     SUBJECTS,
     eval_parts,
@@ -27,13 +25,12 @@ from tests.dist.strategy_cases import (
     token_loss,
     whole,
 )
-from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig, StrategyConfig, TrainConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import local
-from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
-from toolkit.strategies.update.gradients import MADE, NOT_FINITE, OVERFLOW, SPIKE, ShardedParameters
+from toolkit.strategies import Criterion, Strategy, build_strategy, criterion_objective
+from toolkit.strategies.update import MADE, NOT_FINITE, OVERFLOW, SPIKE, ShardedParameters
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
@@ -56,7 +53,7 @@ def built(
 ) -> Strategy:
     config = SUBJECTS[name][0] if isinstance(name, str) else name
     strategy = build_strategy(config, session, TrainConfig(**train))
-    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, SIZE))
+    strategy.build(model, OPTIMIZERS[optimizer], criterion_objective(criterion), part(strategy.share, 0, SIZE))
     strategy.state()
     return strategy
 
@@ -68,7 +65,7 @@ def train(strategy: Strategy, steps: range = range(STEPS), spoil: Callable[[int,
         batch = part(strategy.share, step, SIZE)
         output = strategy.step(spoil(step, batch) if spoil else batch, rates(step))
         verdicts.append(None if output.skipped is None else int(output.skipped))
-        norms.append(strategy.figures().get("train/grad_norm"))
+        norms.append(strategy.step_metrics().get("train/grad_norm"))
     return verdicts, norms
 
 
@@ -110,8 +107,6 @@ def tensors(strategy: Strategy) -> dict[str, Tensor]:
     entries = {name: entry for name, entry in strategy.state().items() if isinstance(entry.value, Tensor)}
     return {name: whole(entry).clone().cpu() for name, entry in entries.items()}
 
-
-# ---------------------------------------------------------------------------------------------------- clipping
 
 CLIPS = [("plain sgd", cross_entropy, 1), ("adamw", token_loss, 3), ("sgd", token_loss, 1)]
 CLIP = 0.3
@@ -161,8 +156,6 @@ def test_a_norm_counts_each_element_once_however_a_mesh_cuts_the_tensors() -> No
         assert nothing == 0
 
 
-# -------------------------------------------------------------------------------------------- steps left out
-
 BAD = {0: NOT_FINITE, 5: NOT_FINITE, 25: SPIKE}
 
 
@@ -208,9 +201,7 @@ def nan_in_batch_norm(session: Session) -> list[str]:
 
 def refuse_nadam(session: Session) -> str:
     OPTIMIZERS["nadam"] = lambda model: torch.optim.NAdam(model.parameters(), 0.01)
-    with pytest.raises(ConfigError) as caught:
-        built("ddp", session, "nadam", skip_bad_steps=True)
-    return str(caught.value)
+    return refused_with(lambda: built("ddp", session, "nadam", skip_bad_steps=True))
 
 
 def nan_and_refusal(session: Session) -> tuple[list[str], str]:
@@ -222,8 +213,6 @@ def test_running_statistics_forget_a_skipped_batch_and_other_optimizers_are_refu
     assert changed == []
     assert message.startswith("train.skip_bad_steps: this NAdam cannot leave out a step on the device")
 
-
-# -------------------------------------------------------------------------------------------------- averages
 
 DECAY = 0.8
 
@@ -258,8 +247,6 @@ def test_evaluations_use_torchs_average_without_a_trace_in_the_training(name: st
         assert abs(figures["loss"] - nn.functional.cross_entropy(model(inputs), targets).item()) > 1e-4
 
 
-# ------------------------------------------------------------------------------------------------------- fp16
-
 HUGE = 2  #: the step whose gradients do not fit into fp16
 
 
@@ -271,7 +258,7 @@ def overflow(step: int, batch: Batch) -> Batch:
 def half(session: Session) -> Any:
     strategy = built("ddp", session, "sgd", precision="fp16", clip_norm=CLIP)
     verdicts, norms = train(strategy, spoil=overflow)
-    return verdicts, norms, strategy.figures()["train/loss_scale"], tensors(strategy)
+    return verdicts, norms, strategy.step_metrics()["train/loss_scale"], tensors(strategy)
 
 
 def half_alone() -> tuple[nn.Module, float]:
@@ -302,16 +289,13 @@ def test_fp16_makes_the_steps_of_torchs_grad_scaler_and_leaves_out_the_same_one(
         assert_close(state, model, atol=atol)
 
 
-# ---------------------------------------------------------------------------------------------------- pruning
-
-
 def prune_both_ways(session: Session, name: str) -> list[Any]:
     found = []
     for structured in (False, True):
         once = PruningConfig(0.4, structured=structured, start_step=3, end_step=3)
         strategy = built(name, session, pruning=once, ema_decay=DECAY)
         train(strategy)
-        found.append((structured, strategy.figures()["train/sparsity"], tensors(strategy)))
+        found.append((structured, strategy.step_metrics()["train/sparsity"], tensors(strategy)))
     return found
 
 

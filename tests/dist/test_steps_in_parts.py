@@ -3,8 +3,6 @@
 It has some layers, or some of a layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +34,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import MeshConfig, PruningConfig, StrategyConfig
 from toolkit.config.strategy import ParameterServerConfig, PipelineConfig
 from toolkit.ranks.session import Session
-from toolkit.strategies.update.gradients import MADE
+from toolkit.strategies.update import MADE
 from toolkit.train.evaluate import evaluate
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
@@ -76,8 +74,6 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(CASES[request.param][1], everything, request.param)
 
 
-# ---------------------------------------------------------------------------------------------------- clipping
-
 CLIPS = [("plain sgd", cross_entropy, 1), ("adamw", token_loss, 3)]
 
 
@@ -98,9 +94,6 @@ def test_clipping_is_torchs_on_one_process_though_no_rank_has_the_whole_gradient
             assert norms == pytest.approx(expected, rel=1e-5)
             assert verdicts == [None] * STEPS
             assert_close(state, model)
-
-
-# -------------------------------------------------------------------------------------------- steps left out
 
 
 def left_out(session: Session, config: StrategyConfig) -> Any:
@@ -128,9 +121,6 @@ def test_a_bad_batch_of_one_share_changes_no_weights_moments_or_average(
         assert_close(state, model)
 
 
-# -------------------------------------------------------------------------------------------------- averages
-
-
 def averaged(session: Session, config: StrategyConfig) -> Any:
     plain, evaluated = (built(config, session, "adamw", layered_model, ema_decay=DECAY) for _ in range(2))
     train(plain)
@@ -155,9 +145,6 @@ def test_the_average_is_torchs_and_is_what_an_evaluation_sees_of_every_part(foun
         assert abs(figures["loss"] - nn.functional.cross_entropy(model(inputs), targets).item()) > 1e-4
 
 
-# ---------------------------------------------------------------------------------------------------- pruning
-
-
 def pruned(session: Session, config: StrategyConfig) -> Any:
     ways = [(False, config)]
     if config.name == "tensor":  # in which every output lies whole on one rank
@@ -167,7 +154,7 @@ def pruned(session: Session, config: StrategyConfig) -> Any:
         once = PruningConfig(0.4, structured=structured, start_step=3, end_step=3)
         strategy = built(way, session, "adamw", layered_model, pruning=once, ema_decay=DECAY)
         train(strategy)
-        states.append((structured, strategy.figures()["train/sparsity"], tensors(strategy)))
+        states.append((structured, strategy.step_metrics()["train/sparsity"], tensors(strategy)))
     with pytest.raises(ConfigError) as caught:
         built(config, session, "adamw", layered_model, pruning=PruningConfig(0.4, structured=True, end_step=3))
     return states, str(caught.value)
@@ -185,8 +172,6 @@ def test_the_threshold_over_all_parts_prunes_what_torch_prunes_of_the_whole(foun
             assert_close(state, model)
             assert structured or sparsity == pytest.approx(0.4, abs=0.01)
 
-
-# ---------------------------------------------------------------------------------------------------- resumes
 
 ALL = {
     "clip_norm": CLIP,
@@ -206,7 +191,7 @@ def resumed(session: Session, config: StrategyConfig, options: dict[str, Any] = 
     for name, entry in second.state().items():
         if name in start:
             fill(entry, start[name])
-    second.loaded({**plain, "step": 3})
+    second.on_loaded({**plain, "step": 3})
     train(first, range(3, 6))
     train(second, range(3, 6))
     return same(tensors(first), tensors(second))
@@ -215,8 +200,6 @@ def resumed(session: Session, config: StrategyConfig, options: dict[str, Any] = 
 def test_a_resume_with_all_of_it_is_bit_for_bit(found: list[dict[str, Any]]) -> None:
     assert [rank["resume"] for rank in found] == [[]] * len(found)
 
-
-# ------------------------------------------------------------------------------------------- a parameter server
 
 SERVED = {key: ALL[key] for key in ("clip_norm", "pruning")}
 
@@ -228,7 +211,7 @@ def served(session: Session) -> dict[str, Any]:
         once = PruningConfig(0.4, structured=structured, start_step=3, end_step=3)
         strategy = built(config, session, "adamw", layered_model, pruning=once)
         train(strategy)
-        states.append((structured, strategy.figures().get("train/sparsity"), tensors(strategy)))
+        states.append((structured, strategy.step_metrics().get("train/sparsity"), tensors(strategy)))
     return {"clip": clipped(session, config), "prune": states, "resume": resumed(session, config, SERVED)}
 
 

@@ -1,7 +1,5 @@
 """The gate over torch's TCPStore, with a connection for each thread, as in production."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -21,9 +19,9 @@ from tests.dist.ranks import run_ranks
 from tests.waiting import wait_for
 from toolkit.base.errors import ToolkitError
 from toolkit.ranks import older_torch
+from toolkit.ranks.agreement import STOP, Gate, propose
+from toolkit.ranks.agreement.torch_store import StoreTransport, connector
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import STOP, Gate, propose
-from toolkit.ranks.stop.torch_store import StoreTransport, connector
 
 pytestmark = pytest.mark.dist
 LIMIT_S = 20.0

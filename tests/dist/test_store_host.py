@@ -1,7 +1,5 @@
 """The store host as the supervisor starts it: its connections, and those of a rank."""
 
-from __future__ import annotations
-
 import os
 import resource
 import secrets

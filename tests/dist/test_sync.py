@@ -1,7 +1,5 @@
 """``trackers:`` of a run on this machine: ranks, and what sends, are killed, and the tracker is away."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -104,11 +102,11 @@ def test_kills_and_a_tracker_that_is_away_neither_lose_nor_double_a_point(env: d
         run = the_run(env)
         copy = server / f"mine-{run.id}.jsonl"
         for kill in range(1, KILLS + 1):
-            # Past the checkpoint: these steps are made again.
+            # Past the checkpoint: these steps are repeated.
             at = reached(run, 140 * kill)
             os.kill(ranks(env)[kill % 2], signal.SIGKILL)
             wait_for(partial(_is_after, run, at.attempt or 0), END_S, "the next attempt")
-        wait_for(lambda: copy.exists() and copy.stat().st_size, END_S, "points, while the run goes on")
+        wait_for(lambda: copy.exists() and copy.stat().st_size, END_S, "points, while the run continues")
         assert run.result() is None
         os.kill(wait_for(partial(_sender, env), END_S, "what sends"), signal.SIGKILL)
         wait_for(partial(_comes_back_until_the_end, server, env), END_S, "the end of all processes")
@@ -134,7 +132,7 @@ def _comes_back_until_the_end(server: Path, env: dict[str, str]) -> bool:
 def _sender(env: dict[str, str]) -> int | None:
     found = processes_with(f"TOOLKIT_RUNS={env['TOOLKIT_RUNS']}")
     return next(
-        (pid for pid, command in found.items() if "toolkit sync" in command and "die_with" not in command), None
+        (pid for pid, command in found.items() if "toolkit upload" in command and "die_with" not in command), None
     )
 
 

@@ -1,7 +1,5 @@
 """A run that was killed five times, as each reader of TensorBoard shows it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The whole loop on real ranks: resume, evaluation, what is logged, what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -19,25 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.dist.objectives import classification, cross_entropy
-from tests.dist.ranks import in_run, run_ranks, stop_all
+from tests.dist.ranks import in_run, refused_with, run_ranks, stop_all
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
-from toolkit.base.errors import ConfigError, StoppedError
+from toolkit.base.errors import StoppedError
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.config.learning_rate import build_schedule
 from toolkit.data.datasets import InMemory
 from toolkit.data.loader import Loader, eval_batches
-from toolkit.data.randomness import prepare
+from toolkit.data.randomness import seed_for_init
+from toolkit.ranks.agreement import STOP
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import STOP
-from toolkit.strategies import Strategy, build_strategy, of_pairs
-from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.evaluate import evaluate
-from toolkit.train.job import Hooks
+from toolkit.strategies import Strategy, build_strategy, criterion_objective
+from toolkit.train.evaluate import Hooks, evaluate
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
 
@@ -62,9 +59,9 @@ def noisy_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+def judge(strategy: Strategy, is_interrupted: Callable[[], bool]) -> dict[str, float] | None:
     test_set = images(EVAL_SAMPLES, 2)
-    return evaluate(strategy, eval_batches(test_set, strategy.share, 8), EVAL_SAMPLES, classification, is_cut)
+    return evaluate(strategy, eval_batches(test_set, strategy.share, 8), EVAL_SAMPLES, classification, is_interrupted)
 
 
 def train(
@@ -80,11 +77,11 @@ def train(
     hooks: Hooks | None = None,
 ) -> tuple[Result, dict[str, Tensor]]:
     session = in_run(session, run_dir)
-    prepare(config.seed)
+    seed_for_init(config.seed)
     section = SUBJECTS[name][0] if isinstance(name, str) else name
     strategy = build_strategy(section, session, config)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
-    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), criterion_objective(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(checkpoint, session, strategy, identity(job or JobConfig()))
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
@@ -178,16 +175,16 @@ def stop_in_evaluation(
     """Signal rank 1 alone, in the ``number``-th evaluation. Return the step at which this rank stopped."""
     calls = 0
 
-    def judge_and_stop(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+    def judge_and_stop(strategy: Strategy, is_interrupted: Callable[[], bool]) -> dict[str, float] | None:
         nonlocal calls
         calls += 1
         if calls == number:
             if session.rank == 1:
                 session.gate.request(STOP)
-            wait_for(is_cut, 20, "the stop to be seen in the evaluation")
+            wait_for(is_interrupted, 20, "the stop to be seen in the evaluation")
             if judge is judge_by_a_draw:
                 return None  # it was cut; the real judge sees that by itself
-        return judge(strategy, is_cut)
+        return judge(strategy, is_interrupted)
 
     with pytest.raises(StoppedError) as stopped:
         train(session, run_dir, judge=judge_and_stop, checkpoint=checkpoint, hooks=hooks)
@@ -207,7 +204,7 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_the_resumed_run_makes_up_for_
     assert logged(tmp_path, "eval/accuracy") == logged(undisturbed[0], "eval/accuracy")
 
 
-def judge_by_a_draw(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+def judge_by_a_draw(strategy: Strategy, is_interrupted: Callable[[], bool]) -> dict[str, float] | None:
     return {"draw": strategy.sum({"draw": float(torch.rand(()))})["draw"]}
 
 
@@ -349,9 +346,7 @@ def test_the_best_checkpoint_stays_also_where_a_stop_has_cut_its_evaluation_shor
 def refused(session: Session, run_dir: Path) -> str:
     job = JobConfig()
     job.model.name, job.train.seed = "lenet", 8
-    with pytest.raises(ConfigError) as caught:
-        train(session, run_dir, job=job)
-    return str(caught.value)
+    return refused_with(lambda: train(session, run_dir, job=job))
 
 
 def test_a_resume_as_another_run_is_refused_with_each_key_and_both_values(undisturbed: Any) -> None:

@@ -1,7 +1,5 @@
 """The wheel, installed without a checkout: it has all its files, and runs a job."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tarfile
@@ -124,7 +122,6 @@ def opens_tensorboard(installed: Installed, folder: Path) -> bool:
     argv = [str(installed.toolkit), "tensorboard", "train", "--port", "0"]
     with subprocess.Popen(argv, cwd=folder, env=installed.environ, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stderr is not None
             address = next(found[0] for line in process.stderr if (found := re.findall(r"http://\S+", line)))
             tags = f"{address}data/plugin/scalars/tags"
             wait_for(lambda: "loss" in urllib.request.urlopen(tags).read().decode(), END_S, "the loss")

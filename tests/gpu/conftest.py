@@ -1,7 +1,5 @@
 """Writes the record of the tests that have run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The record of ``make gpu`` as JSON and as a table: machine, tests and figures."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

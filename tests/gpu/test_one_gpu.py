@@ -1,7 +1,5 @@
 """One process with its GPU: copies both ways, measuring, forks, exported programs, resumes."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -22,12 +20,12 @@ from torch.export.passes import move_to_device_pass
 
 from tests.dist.test_fork import Site
 from tests.gpu import NO_GPU, throughput, training
-from toolkit.checkpoint.background import Staging
 from toolkit.checkpoint.exchange import ReplicaSums
+from toolkit.checkpoint.writer import Staging
 from toolkit.data.loader import Loader, _copy_stream
 from toolkit.devices import page_locked
 from toolkit.metrics.meters import stopwatch
-from toolkit.plugins.inference.program import write_program
+from toolkit.plugins.inference.exported_program import write_program
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Replicated
 
@@ -87,7 +85,7 @@ def test_the_stopwatch_has_the_time_of_the_gpu_and_none_of_the_host(note: Any) -
     watch = stopwatch(DEVICE)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    # The host's time is that of the calls alone: the kernel runs while the host goes on.
+    # The host's time is that of the calls alone: the kernel runs while the host continues.
     host_s = 0.0
     began.record()
     for _ in range(5):
@@ -160,7 +158,7 @@ def test_a_block_that_cannot_be_page_locked_leaves_no_error_for_the_next_kernel(
 def test_a_state_of_many_sizes_takes_as_much_page_locked_memory_as_it_has() -> None:
     state = {str(size): Replicated(torch.full((size,), float(size), device=DEVICE)) for size in (1, 1000, 70_000)}
     block = page_locked.Block()
-    places = block.places({name: entry.value for name, entry in state.items()})  # type: ignore[misc]
+    places = block.buffers_like({name: entry.value for name, entry in state.items()})  # type: ignore[misc]
     assert all(place.is_pinned() for place in places.values())
     staged, wait = Staging().copy(state, 0)
     wait()

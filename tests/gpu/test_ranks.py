@@ -1,7 +1,5 @@
 """Ranks on GPUs: their process group, their devices, and trainings beside hand-written ones."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from typing import Any
@@ -13,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from tests.dist.ranks import run_ranks
 from tests.gpu import NO_GPU, throughput, training
-from toolkit.checkpoint.background import Staging
+from toolkit.checkpoint.writer import Staging
 from toolkit.config import DistConfig
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Replicated
@@ -57,7 +55,7 @@ def others_contexts(session: Session) -> list[int]:
     """Return other ranks' GPUs on which this process has a context. Before, threads made room and waited for a copy."""
     state = {"w": Replicated(torch.ones(1 << 20, device=session.device))}
     staging = Staging()
-    staging.make_room(state, session.rank)
+    staging.allocate(state, session.rank)
     _, wait = staging.copy(state, session.rank)
     thread = threading.Thread(target=wait)
     thread.start()

@@ -3,8 +3,6 @@
 They agree bit for bit, dropout's random numbers included.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

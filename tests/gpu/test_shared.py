@@ -3,8 +3,6 @@
 gloo sums and broadcasts tensors of GPUs, and cannot carry what tensor and pipeline send: see build_strategy().
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ that are page-locked already. Ours is the Trainer with its loader, seeds, metric
 same processes.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -31,10 +29,10 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import Loss, Objective, build_strategy
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.objective import Forward
-from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.optim import build_optimizer
-from toolkit.train.state import identity
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 #: Different batches in memory, which come again and again.
 KEPT = 4
@@ -55,9 +53,6 @@ class Work:
     optim: OptimConfig
     loss: Callable[[Forward, Tensor, Tensor], Tensor]  #: the mean over a batch, of a model, its inputs and targets
     flops_per_sample: float | None = None  #: of a step; None: MFU is not asked for
-
-
-# --------------------------------------------------------------------------------------------------------- the models
 
 
 @dataclass(frozen=True)
@@ -173,9 +168,6 @@ def full_size(name: str, device: torch.device) -> Work:
     if name == "gpt":
         return gpt(GptSizes(), 64 // part, "bf16", compile=True)
     return images(resnet50, 224, 256 // part, "bf16")
-
-
-# ---------------------------------------------------------------------------------------------------------- the loops
 
 
 class Kept:

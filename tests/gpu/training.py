@@ -1,7 +1,5 @@
 """Trainings of a few steps on the ranks' devices, the same by hand, and reports."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from toolkit.config import OptimConfig, StrategyConfig, TrainConfig
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
-from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies import build_strategy, criterion_objective
 from toolkit.strategies.layouts import autocast
 from toolkit.train.optim import build_optimizer
 
@@ -84,9 +82,7 @@ def small_images() -> nn.Module:
 def batch_of(case: Case, share: Share, step: int, device: torch.device) -> Batch:
     """Return the share's part of a step's batch on ``device``, as a loader gives it."""
     if not case.has_images:
-        found = part(share, step, SAMPLES)
-        assert found is not None
-        return found.to(device)
+        return part(share, step, SAMPLES).to(device)
     draw = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(SAMPLES, 3, 8, 8, generator=draw), torch.randint(4, (SAMPLES,), generator=draw)
     start, stop = share.bounds(SAMPLES)
@@ -103,7 +99,9 @@ def train(session: Session, case: Case) -> dict[str, Any]:
 
     strategy = build_strategy(case.strategy, session, case.train)
     model: Callable[[], nn.Module] = small_images if case.has_images else plain_model
-    strategy.build(model, optimizer, of_pairs(cross_entropy), batch_of(case, strategy.share, 0, session.device))
+    strategy.build(
+        model, optimizer, criterion_objective(cross_entropy), batch_of(case, strategy.share, 0, session.device)
+    )
     losses = []
     for step in range(STEPS):
         output = strategy.step(batch_of(case, strategy.share, step, session.device), rates(step))
@@ -176,7 +174,7 @@ def hang_report(session: Session) -> tuple[str, list[str]]:
     environ = {"TOOLKIT_SUPERVISED": "1", "TOOLKIT_RUN_DIR": str(session.run_dir), "TOOLKIT_ATTEMPT": "1"}
     folder = RunDir(session.run_dir).attempt_logs(1)
     folder.mkdir(parents=True, exist_ok=True)
-    hang.answer(session.rank, environ)
+    hang.install_stack_dump(session.rank, environ)
     for _ in range(3):
         dist.all_reduce(torch.ones(8, device=session.device))
     if session.device.type == "cuda":

@@ -1,7 +1,5 @@
 """Tests of the house start as unit tests do."""
 
-from __future__ import annotations
-
 from tests.command import command  # noqa: F401
 from tests.unit.conftest import (  # noqa: F401
     cache_folder_of_its_own,
@@ -9,6 +7,7 @@ from tests.unit.conftest import (  # noqa: F401
     log_as_at_the_start,
     no_modules_of_earlier_tests,
     pytest_collection_finish,
+    run,
     runs_folder_of_its_own,
     tmp_path,
 )

@@ -1,7 +1,5 @@
 """Every new strategy, data set, cluster key and command has all its parts: docs/contributing.md."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping
@@ -14,29 +12,20 @@ from typing import Any, cast
 import pytest
 
 from tests.pages import PAGES, ROOT
+from tests.smoke import BESIDE_THE_CONTRACT
 from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.cli import main as cli
 from toolkit.cli.keys import words_by_key
-from toolkit.config import (
-    ClusterConfig,
-    JobConfig,
-    PruningConfig,
-    StrategyConfig,
-    TrainConfig,
-    check_step,
-    load_config,
-)
-from toolkit.config.catalog import entry_of
+from toolkit.config import ClusterConfig, JobConfig, PruningConfig, StrategyConfig, TrainConfig, check_step, load_config
 from toolkit.config.cluster import FLAGS, REFUSED
+from toolkit.config.dataset_catalog import entry_of
+from toolkit.config.script_keys import OF_LOOPS
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
 from toolkit.run.submission.executors import sbatch_script, srun_options
 from toolkit.strategies import build_strategy
 
-#: Strategies that have tests of their own instead of the contract's: one process with all GPUs of a node, a choice
-#: between three of the others, and a step that the job makes.
-BESIDE_THE_CONTRACT = {"dp", "auto", "custom"}
 #: Keys of ``cluster`` that Slurm is not asked for: the supervisor reads them.
 NOT_FOR_SBATCH = {"preflight", "container", "container_mounts", "price", "stage", "stage_dir", "tasks_per_gpu"}
 
@@ -50,10 +39,11 @@ def test_an_unknown_strategy_is_refused_with_all_names() -> None:
 def test_each_strategy_is_held_to_the_contract_and_has_its_place_in_the_docs() -> None:
     from tests.dist.strategy_cases import SUBJECTS
 
-    assert set(registry.names("strategies")) == {config.name for config, _ in SUBJECTS.values()} | BESIDE_THE_CONTRACT
+    held = {config.name for config, _ in SUBJECTS.values()} | BESIDE_THE_CONTRACT
+    assert set(registry.names("strategies")) == held, "SUBJECTS of tests/dist/strategy_cases.py"
     table = [line for line in (ROOT / "docs/strategies.md").read_text().splitlines() if line.startswith("| `")]
     named = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert set(registry.names("strategies")) <= named
+    assert set(registry.names("strategies")) <= named, "a row of the first table of docs/strategies.md"
 
 
 PRUNING = PruningConfig(amount=0.5, end_step=9)
@@ -79,10 +69,18 @@ def test_the_page_on_steps_says_what_each_strategy_refuses() -> None:
     table = [line for line in text.splitlines() if line.startswith("|")]
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")[1:]] for line in table)
     columns = [re.findall(r"`(\w+)`", cell) for cell in names]
-    assert sorted([*chain(*columns), "auto", "custom"]) == sorted(registry.names("strategies"))
+    known = sorted([*chain(*columns), "auto", "custom"])
+    assert known == sorted(registry.names("strategies")), "a column of the table in docs/steps.md for each strategy"
     for asked, row in zip(OPTIONS_OF_A_STEP, rows, strict=True):
         for strategies, cell in zip(columns, row, strict=True):
             assert {is_refused(asked, name) for name in strategies} == {cell == "no"}, (strategies, asked)
+
+
+@pytest.mark.parametrize("key", OF_LOOPS)
+def test_the_page_on_loops_names_each_key_that_acts_on_one(key: str) -> None:
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("loop.md", "gpu.md"))
+    name = key.rstrip(".")
+    assert f"`{name}`" in pages or f"{name}:" in pages, f"{key} of OF_LOOPS: name it where docs/loop.md lists the keys"
 
 
 def test_each_data_set_is_a_word_of_its_key_and_in_the_docs() -> None:
@@ -110,7 +108,7 @@ def other(value: Any, name: str) -> Any:
 #: Keys of ``cluster`` of which `toolkit doctor` tells srun nothing: it holds each node for some seconds, for one task.
 NOT_FOR_SRUN = {
     *("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "spare_nodes", "segment"),
-    *("signal_delay_s", "setup", "extra", "components"),
+    *("save_before_limit_s", "setup", "extra", "components"),
 }
 
 
@@ -132,7 +130,7 @@ INHERITED = {
     **dict.fromkeys(("nodes", "tasks_per_node", "cpus_per_task", "mem_gb", "time_min", "components"), "its variables"),
     **dict.fromkeys(("partition", "account"), "its variables"),
     **dict.fromkeys(("gpus_per_node", "gpu_type", "constraint", "exclude", "exclusive", "qos"), "Slurm's answer"),
-    **dict.fromkeys(("signal_delay_s", "spare_nodes", "setup", "extra"), "config.yaml"),
+    **dict.fromkeys(("save_before_limit_s", "spare_nodes", "setup", "extra"), "config.yaml"),
     "segment": "its batch script",
 }
 
@@ -154,8 +152,8 @@ def test_each_command_is_in_the_docs(command: str) -> None:
 
 def test_the_table_of_requests_for_gpus_has_each_flag_and_its_keys_are_taken() -> None:
     """tests/slurm/test_gpus.py has a case for each row."""
-    page = (ROOT / "docs/launchers.md").read_text()
-    table = page.partition("### Requests for GPUs\n")[2].partition("|\n\n")[0].splitlines()
+    page = (ROOT / "docs/gpu.md").read_text()
+    table = page.partition("## Requests for GPUs\n")[2].partition("|\n\n")[0].splitlines()
     rows = [row.strip("| ").split(" | ") for row in table if row.startswith("| `")]
     flags = {word.partition("=")[0].lstrip("-") for options, _, _ in rows for word in options.strip("`").split()}
     of_gpus = {flag for flag in FLAGS if re.search(r"gpu|gres|tres-per|exclusive|overcommit", flag)}

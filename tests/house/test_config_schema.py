@@ -1,6 +1,4 @@
-"""`toolkit init --schema`: what an editor is told of the config, by the judgement of the package jsonschema."""
-
-from __future__ import annotations
+"""`toolkit site init --schema`: what an editor is told of the config, by the judgement of the package jsonschema."""
 
 import json
 from contextlib import suppress
@@ -16,10 +14,10 @@ from tests.pages import ROOT
 from toolkit.base.errors import EXIT_REQUEST, ConfigError
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig, all_keys, load_config, value_of
-from toolkit.limits import limits_of
+from toolkit.constraints import limits_of
 from toolkit.plugins.site import site_file
 
-SCHEMA = json.loads(site_file.text())
+SCHEMA = json.loads(site_file.schema_json())
 VALIDATOR = Draft7Validator(SCHEMA)
 #: Values of all types.
 VALUES: tuple[Any, ...] = (
@@ -71,7 +69,7 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
         ({"cluster": {"account": 755}}, ["cluster", "account"], "not of type"),
         ({"cluster": 4}, ["cluster"], "not of type 'object'"),
         ({"train": {"epochs": None}}, ["train", "epochs"], "None"),
-        ({"notify": "mail"}, ["notify"], "not of type 'array'"),
+        ({"notify": {"command": "mail"}}, ["notify", "command"], "not of type 'array'"),
     ],
 )
 def test_a_mistake_is_marked_at_its_place(wrong: dict[str, Any], place: list[str], says: str) -> None:
@@ -113,11 +111,11 @@ def test_the_command_writes_it_and_the_line_for_a_config(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # its own file is replaced
-        assert cli.main(["init", "--schema"]) == 0
+        assert cli.main(["site", "init", "--schema"]) == 0
         path = tmp_path / "toolkit.schema.json"
         assert json.loads(path.read_text()) == SCHEMA
         assert capsys.readouterr().out.endswith(f"\n# yaml-language-server: $schema={path}\n")
     (tmp_path / "mine.json").write_text("{}")
-    assert cli.main(["init", "--schema", "mine.json"]) == EXIT_REQUEST
+    assert cli.main(["site", "init", "--schema", "mine.json"]) == EXIT_REQUEST
     assert "--schema:" in capsys.readouterr().err
     assert (tmp_path / "mine.json").read_text() == "{}"

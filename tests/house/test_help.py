@@ -1,7 +1,5 @@
 """Each command's help has examples that can be typed, and fits into a terminal."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re
@@ -23,6 +21,8 @@ def test_each_command_has_examples_that_parse_and_are_in_its_help(
     monkeypatch.setenv("COLUMNS", "80")
     examples = registry.find("commands", name).EXAMPLES
     assert examples
+    about = registry.find("commands", name).__doc__ or ""
+    assert not re.match(r"(an?|the|one|how|what|\w+'s)\b", about), f"begin with a verb: {about}"
     parser = cli.build_parser()
     with pytest.raises(SystemExit) as left:
         cli.parse(parser, [name, "--help"])
@@ -44,7 +44,8 @@ def test_an_unknown_command_is_answered_with_the_nearest_one(capsys: pytest.Capt
     said = capsys.readouterr()
     assert said.out == ""
     assert (
-        said.err == "toolkit: error: no command 'submitt'; did you mean 'submit'? `toolkit --help` lists the commands\n"
+        said.err
+        == "toolkit: error: unknown command 'submitt'; did you mean 'submit'? `toolkit --help` lists the commands\n"
     )
 
 
@@ -53,7 +54,7 @@ def test_an_unknown_data_set_is_refused_without_torch() -> None:
     code += "print(cli.main(['data', 'fetch', 'nosuch']), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == [str(EXIT_REQUEST), "False"]
-    assert "no data set 'nosuch'" in done.stderr
+    assert "unknown data set 'nosuch'" in done.stderr
 
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -1,7 +1,5 @@
 """Rules for the sources. Imports point down, the login node loads no torch, test names are short."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import os
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import page
 from toolkit import registry
 from toolkit.run.attempt.attempt import Attempt
 
@@ -22,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
 
 #: A package may import those on lower floors; modules of one package may import each other unless it has floors of
-#: its own. docs/contributing.md has the same order.
+#: its own.
 FLOORS = [
     ["base"],
     ["registry"],
     ["devices"],
     ["files"],
-    ["limits"],
+    ["constraints"],
     ["slurm"],
     ["config"],
     ["nodes"],
@@ -45,21 +44,23 @@ FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ROOMS = {
     "nodes": [["agent"], ["allocation"], ["start"]],
     "run": [["job"], ["records"], ["prepare", "attempt"], ["rank", "requeue"], ["supervise"], ["submission"]],
-    "strategies": [["objective"], ["protocol", "priming"], ["models"], ["layouts", "update"], ["."]],
+    "strategies": [
+        ["objective"],
+        ["protocol", "priming"],
+        ["models"],
+        ["optimizer_state"],
+        ["layouts", "update"],
+        ["."],
+    ],
     "cli": [["."], ["commands"]],
 }
 
 
-def test_the_map_of_the_files_has_the_order_of_the_imports() -> None:
-    rows = re.findall(r"(?m)^\| `toolkit/(\w+)/(\w*)", (ROOT / "docs/contributing.md").read_text())
-    floors = [FLOOR_OF[part] for part, _ in rows]
-    assert floors == sorted(floors)
-    for package, rooms in ROOMS.items():
-        named = [room for part, room in rows if part == package and room]
-        floors = [floor for room in named for floor, names in enumerate(rooms) if room in names]
-        assert floors == sorted(floors), package
-    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert {part for part, _ in rows} == packages
+def test_each_package_has_a_floor_and_a_line_in_the_map_of_the_files() -> None:
+    packages = {path.parent for path in PACKAGE.rglob("__init__.py")}
+    assert {path.name for path in packages if path.parent == PACKAGE} <= FLOOR_OF.keys()
+    text = page.packages()
+    assert [path for path in packages if f"| `{path.relative_to(ROOT)}/` |" not in text] == []
 
 
 @cache
@@ -106,15 +107,17 @@ MODULES = [path for path in SOURCES if path.parent != PACKAGE or path.stem not i
 
 
 #: What the ranks of a job run: it meets the job's own class, and a script as a user would write it.
-USING_PUBLIC_NAMES = {"run/rank/user_job.py", "plugins/site/proof_rank.py"}
+USING_PUBLIC_NAMES = {"run/rank/user_job.py", "plugins/site/proof_rank.py", "plugins/site/evidence_rank.py"}
 
 
-#: Where an optional part is made: below an `if` on what asks for it. Those of the whole process are in its parts.py.
+#: Of each kind of process, the file that makes its optional parts.
+ROOTS = {"nodes/agent/agent_components.py", "run/supervise/supervisor_components.py", "train/rank_components.py"}
+#: Where an optional part is made: below an `if` on what asks for it.
 MAKING_PARTS = {
-    *("nodes/agent/parts.py", "run/supervise/parts.py", "train/parts.py"),
-    *("strategies/__init__.py", "strategies/update/apply.py", "run/rank/main.py"),
+    *ROOTS,
+    *("strategies/__init__.py", "strategies/update.py", "run/rank/main.py"),
     *("run/prepare/new_run.py", "run/submission/executors.py"),
-    *("run/submission/resume.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
+    *("run/submission/resume_run.py", "run/submission/submit.py", "run/attempt/advice.py", "files/rundir.py"),
     "config/validation.py",
 }
 
@@ -149,7 +152,7 @@ def test_optional_parts_are_imported_where_they_are_made_and_asked_for() -> None
 
 def test_only_the_parts_of_a_process_are_made_by_best_effort() -> None:
     using = {str(path.relative_to(PACKAGE)) for path in MODULES if "toolkit.base.best_effort" in imports_of(path)}
-    assert using == {"nodes/agent/parts.py", "run/supervise/parts.py", "train/parts.py"}
+    assert using == ROOTS
 
 
 #: What torch, the makers and their programs call devices.
@@ -207,7 +210,7 @@ LOGIN_NODE = [
     ),
 ]
 #: What ranks and nodes run of a part of the login node.
-ON_RANKS = {"plugins/site/measure.py", "plugins/site/gpu_measure.py"}
+ON_RANKS = {"plugins/site/gpu_measure.py", "plugins/site/proof_rank.py", "plugins/site/evidence_rank.py"}
 #: What takes seconds to import, or is not there on a login node.
 HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
 #: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.
@@ -308,7 +311,7 @@ def test_toolkit_never_imports_jobs() -> None:
     [
         ["--help"],
         ["status"],
-        ["env"],
+        ["placement"],
         ["doctor"],
         ["submit", "configs/digits_ddp.yaml", "--dry-run", "--executor", "slurm"],
     ],
@@ -348,11 +351,12 @@ def test_only_fsio_renames_files() -> None:
 
 #: Where files are read that are neither of a run nor of a cache that others may write into, and why.
 OTHER_FILES = {
+    "the other end of an ssh, and the package itself": ("cli/remote.py", "cli/login_side.py"),
     "what the kernel tells": (
         *("base/this_node", "base/procfs", "base/signals", "devices/"),
-        *("hang", "nodes/agent/link", "nodes/agent/processes", "nodes/agent/zygote"),
-        *("plugins/node_watch/", "plugins/site/checks/", "plugins/site/measure"),
-        *("slurm/network", "train/state"),
+        *("hang", "nodes/agent/wire_protocol", "nodes/agent/processes", "nodes/agent/zygote"),
+        *("plugins/node_watch/", "plugins/site/checks/", "plugins/site/proof_rank"),
+        *("slurm/network", "train/saver"),
     ),
     "what is installed with the toolkit": (
         *("config/cluster", "config/job_module", "data/datasets", "cli/new_project", "plugins/report/page"),
@@ -389,7 +393,7 @@ def reads(call: ast.Call) -> bool:
 def test_home_folders_are_looked_up_in_one_way() -> None:
     """A user may have none: pathlib raises RuntimeError then, and fsio.expand does not. limits refuses such a path."""
     for path in SOURCES:
-        if path.name not in ("fsio.py", "limits.py"):
+        if path.name not in ("fsio.py", "constraints.py"):
             assert ".expanduser()" not in text_of(path), path
 
 
@@ -401,6 +405,35 @@ def test_files_of_a_run_are_opened_in_one_way() -> None:
         for path in SOURCES
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and reads(node)
+    }
+    assert {one for one in found if not one.startswith(exceptions)} == set()
+    assert [name for name in exceptions if not any(one.startswith(name) for one in found)] == []
+
+
+#: Where ``exists`` and its kind may answer False for a file server that is away, and why.
+MAY_MISS = {
+    "sources, programs and weights that the user names, which are then said to be missing": (
+        *("run/prepare/", "run/rank/user_job", "run/submission/submit", "nodes/start/python_command"),
+        *("files/origin", "train/initial", "nodes/start/user_script"),
+    ),
+    "what is only shown or looked for by name": ("run/attempt/advice", "files/rundir"),
+    "a store of keys, which has no files": ("ranks/agreement/rounds",),
+}
+
+
+SWALLOW_ERRORS = ("exists", "is_file", "is_dir", "isfile", "isdir", "glob", "rglob")
+
+
+def test_a_file_server_that_is_away_has_files_wherever_something_depends_on_it() -> None:
+    """From Python 3.14 on ``exists`` and its kind answer False for every error; from 3.13 on ``glob`` finds nothing."""
+    exceptions = tuple(str(PACKAGE / name) for names in MAY_MISS.values() for name in names)
+    rooms = tuple(str(PACKAGE / name) for name in ("run/", "checkpoint/", "ranks/", "train/", "files/", "nodes/"))
+    found = {
+        f"{path}:{node.lineno}"
+        for path in SOURCES
+        if str(path).startswith(rooms)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr in SWALLOW_ERRORS
     }
     assert {one for one in found if not one.startswith(exceptions)} == set()
     assert [name for name in exceptions if not any(one.startswith(name) for one in found)] == []

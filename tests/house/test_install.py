@@ -1,7 +1,5 @@
 """The wheel, installed into environments that have a torch of their own: it stays. All packages are empty ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

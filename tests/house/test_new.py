@@ -1,7 +1,5 @@
 """`toolkit new` makes a complete project, and names what it cannot make."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -45,8 +43,8 @@ def test_a_new_project_can_be_submitted_as_it_is_and_knows_nothing_of_the_exampl
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["Demo"], "'Demo' is to name a Python file"),
-        (["there"], "there is there already"),
+        (["Demo"], "'Demo' cannot name a Python file"),
+        (["there"], "there already exists"),
         (["no/where"], "is in a folder that does not exist"),
         (["demo", "--from", "clasify"], "did you mean 'classify'?"),
         (["models", "--from", "classify"], "the example has a file models.py next to its job"),

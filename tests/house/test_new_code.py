@@ -1,6 +1,4 @@
-"""The copies of a project's sources: out of sight of the project's tools, and a second one for mended code."""
-
-from __future__ import annotations
+"""The copies of a project's sources: out of sight of the project's tools, and a second one for fixed code."""
 
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.submission import executors, submit
 from toolkit.run.submission.handle import Run
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 
 LOOP = "import toolkit\nfrom helper import f\nwith toolkit.start() as run:\n    f()\n"
 TEST = "def test_nothing():\n    pass\n"
@@ -49,7 +47,7 @@ def helper(code: Path) -> str:
     return (code / "helper.py").read_text().split()[-3]
 
 
-def mend() -> None:
+def fix() -> None:
     Path("helper.py").write_text("def f() -> int:\n    return 2 / 1\n")
 
 
@@ -79,7 +77,7 @@ def test_tools_of_the_project_do_not_see_the_copies(project: Path) -> None:
 def test_a_resume_goes_on_with_the_copy_and_says_what_differs_from_it(command: Command) -> None:
     run = failed(submit.submit("loop.py", executor="local").dir)
     assert "note" not in command.ends(EXIT_DONE, "resume", run.id).err
-    mend()
+    fix()
     Path("new.py").touch()  # a file that the run does not know
     failed(run)
     err = command.ends(EXIT_DONE, "resume", run.id).err
@@ -89,7 +87,7 @@ def test_a_resume_goes_on_with_the_copy_and_says_what_differs_from_it(command: C
 
 def test_new_code_is_a_second_copy(command: Command) -> None:
     run = failed(submit.submit("loop.py", executor="local").dir)
-    mend()
+    fix()
     assert "note" not in command.ends(EXIT_DONE, "resume", run.id, "--code", "train.seed=0").err
     assert (helper(run.code), run.code_number) == ("2", 2)
     assert helper(run.path / ".code/1") == "1"
@@ -104,7 +102,7 @@ def test_a_copy_that_a_sweep_shares_stays_the_first(project: Path) -> None:
     sent = submission.submit(asked, project, "slurm", FakeSlurm())
     run = sent.sweep.run_of(sent.sweep.points()[0])
     assert helper(run.code) == "1"
-    mend()
+    fix()
     resume(failed(run), executor="slurm", code=True)
     assert (helper(run.code), helper(run.path / ".code/1"), run.code_number) == ("2", "1", 2)
 
@@ -115,7 +113,7 @@ def test_new_code_that_is_refused_or_not_sent_changes_nothing(monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"loop\.py"):
         resume(run, code=True)
     Path("loop.py").write_text(LOOP)
-    mend()
+    fix()
 
     def refuse(*_: object, **__: object) -> None:
         raise SlurmError("sbatch: error: no")

@@ -1,6 +1,4 @@
-"""Profiles that users ask of ranks that train. Whatever comes of one, the training goes on."""
-
-from __future__ import annotations
+"""Profiles that users ask of ranks that train. Whatever comes of one, the training continues."""
 
 import threading
 import time
@@ -17,13 +15,13 @@ from toolkit.base import fsio
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
+from toolkit.ranks.agreement import Gate
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import Gate
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Answer, UserRequest, Wish
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Answer, RequestKind, UserRequest
 from toolkit.train import profile
-from toolkit.train.profile import OnRequest
+from toolkit.train.profile import RequestedProfiles
 
 
 @pytest.fixture
@@ -39,15 +37,15 @@ class Rank:
     def __init__(self, run: RunDir) -> None:
         gate = cast(Gate, None)
         session = Session(0, 1, 0, torch.device("cpu"), run.path, 1, HashStore(), Reporter(), gate)
-        self._run, self.on_request = run, OnRequest(session)
+        self._run, self.on_request = run, RequestedProfiles(session)
 
     def ask(self, step: int, request: UserRequest) -> Answer | None:
         """Carry out a new request at this step."""
-        return self.carry_out(step, stop_request.put(self._run, request))
+        return self.carry_out(step, user_requests.put(self._run, request))
 
     def carry_out(self, step: int, request_id: str) -> Answer | None:
-        self.on_request.carry_out(stop_request.KIND + request_id, step)
-        return stop_request.answer_to(self._run, request_id)
+        self.on_request.carry_out(user_requests.KIND + request_id, step)
+        return user_requests.answer_to(self._run, request_id)
 
     def make_steps(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -56,12 +54,12 @@ class Rank:
 
 
 def profile_of(steps: int, rank: int = 0) -> UserRequest:
-    return UserRequest(Wish.PROFILE, time.time(), rank=rank, steps=steps)
+    return UserRequest(RequestKind.PROFILE, time.time(), rank=rank, steps=steps)
 
 
 def test_a_request_that_is_withdrawn_before_its_step_starts_no_profile(run: RunDir) -> None:
-    rank, asked = Rank(run), stop_request.put(run, profile_of(2))
-    stop_request.remove(run, asked)
+    rank, asked = Rank(run), user_requests.put(run, profile_of(2))
+    user_requests.remove(run, asked)
     assert rank.carry_out(5, asked) is None
     assert not rank.on_request.is_recording
     assert list((run.path / "requests").iterdir()) == []
@@ -73,22 +71,19 @@ def test_a_profile_that_cannot_begin_does_not_end_the_training(run: RunDir, monk
 
     rank = Rank(run)
     monkeypatch.setattr(profile, "profile", busy)
-    answer = rank.ask(5, profile_of(2))
-    assert answer is not None
-    assert answer.refused == "no profile can be made: another profiler runs"
+    assert rank.ask(5, profile_of(2)).refused == "no profile can be made: another profiler runs"
     assert not rank.on_request.is_recording
 
 
 def test_a_second_profile_is_refused_while_one_is_made(run: RunDir) -> None:
     rank = Rank(run)
-    asked = stop_request.put(run, profile_of(2))
+    asked = user_requests.put(run, profile_of(2))
     assert rank.carry_out(5, asked) is None
     answer = rank.ask(6, profile_of(2))
-    assert "a profile is being made up to step 7: ask again after it" in ((answer and answer.refused) or "")
+    assert "a profile is being made up to step 7: try again after it" in ((answer and answer.refused) or "")
     rank.make_steps(6, 7)
     rank.on_request.close()  # the training ends after one of two steps
-    answer = stop_request.answer_to(run, asked)
-    assert answer is not None
+    answer = user_requests.answer_to(run, asked)
     assert (answer.step, answer.steps) == (5, 1)
     (file,) = answer.files
     assert Path(file) == run.path / "profiles/step-00000005-rank-0.json.gz"
@@ -111,13 +106,12 @@ def test_the_files_of_a_profile_of_the_last_steps_are_waited_for(run: RunDir, mo
     monkeypatch.setattr(profile.StepProfile, "_write", write_late)
     monkeypatch.setattr(profile.StepProfile, "close", close_noting)
     rank = Rank(run)
-    asked = stop_request.put(run, profile_of(2))
+    asked = user_requests.put(run, profile_of(2))
     rank.carry_out(5, asked)
     rank.make_steps(6, 8)
-    assert stop_request.answer_to(run, asked) is None
+    assert user_requests.answer_to(run, asked) is None
     rank.on_request.close()
-    answer = stop_request.answer_to(run, asked)
-    assert answer is not None
+    answer = user_requests.answer_to(run, asked)
     assert (answer.step, answer.steps, len(answer.files)) == (5, 2, 1)
 
 

@@ -1,7 +1,5 @@
 """The names that users may import: ``toolkit.__all__``, lazily, each with a docstring. The jobs use nothing else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

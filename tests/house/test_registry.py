@@ -1,7 +1,5 @@
 """What other packages add: an installed wheel, and entry points that are at fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -21,15 +19,15 @@ from toolkit.config import (
     StrategyConfig,
     TrainConfig,
     check_step,
-    goes_on_with,
     is_loop,
     load_config,
+    may_resume_with,
     validate,
 )
 from toolkit.config.validation import StrategyChecks
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunStatus
-from toolkit.registry import StrategyKind
+from toolkit.registry import StrategySpec
 from toolkit.strategies import build_strategy
 
 TOML = """[build-system]
@@ -87,8 +85,8 @@ def test_the_strategy_and_the_tracker_of_the_page_work(site: Path) -> None:
     config = str(ROOT / "configs/digits_ddp.yaml")
     shutil.copytree(ROOT / "jobs", site / "jobs")
     toolkit(site, "submit", config, *options, "cluster.tasks_per_node=1", "--executor", "local", "--wait")
-    toolkit(site, "sync", "digits-ddp", "lines")
-    toolkit(site, "sync", "digits-ddp", "lines")  # nothing is new
+    toolkit(site, "upload", "digits-ddp", "lines")
+    toolkit(site, "upload", "digits-ddp", "lines")  # nothing is new
     (file,) = site.glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line or "train/loss" in line] == [10, 20]
@@ -97,16 +95,16 @@ def test_the_strategy_and_the_tracker_of_the_page_work(site: Path) -> None:
     assert "slow_ddp" in refused, "an unknown name is answered with those of plugins, too"
 
 
-ABLE = StrategyKind(
+ABLE = StrategySpec(
     "lab:build",
     "tests.house.test_registry:AbleChecks",
     whole_update=True,
     same_state=True,
     mesh=("replicas", "shards"),
 )
-BARE = StrategyKind("lab:build")
-OLD = StrategyKind("lab:build", interface=0)
-HALF = StrategyKind("lab:build", "no_such:Checks")
+BARE = StrategySpec("lab:build")
+OLD = StrategySpec("lab:build", interface=0)
+HALF = StrategySpec("lab:build", "no_such:Checks")
 
 
 def add(monkeypatch: pytest.MonkeyPatch, kind: registry.Kind, **values: str) -> None:
@@ -129,10 +127,10 @@ def test_what_another_strategy_can_do_is_what_it_says(monkeypatch: pytest.Monkey
         (
             "able",
             ["train.sync_batch_norm=true"],
-            "train.sync_batch_norm: goes with strategy.name ddp, fsdp, zero, auto",
+            f"train.sync_batch_norm: goes with strategy.name {', '.join(registry.with_trait('sync_batch_norm'))}",
         ),
         ("able", ["optim.lr=7"], "optim.lr: too fast"),
-        ("bear", [], "there is no 'bear'; did you mean 'bare'?"),
+        ("bear", [], "unknown value 'bear'; did you mean 'bare'?"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             check(name, *more)
@@ -140,14 +138,14 @@ def test_what_another_strategy_can_do_is_what_it_says(monkeypatch: pytest.Monkey
         ("old", "OLD was written for version 0 of toolkit.strategies; this is version 1"),
         ("gone", "gone of strategies needs no_such:GONE, which cannot be loaded"),
         ("half", "half of strategies needs no_such:Checks, which cannot be loaded: ModuleNotFoundError"),
-        ("function", "test_registry:add is a function, and has to be a toolkit.registry.StrategyKind"),
+        ("function", "test_registry:add is a function, and has to be a toolkit.registry.StrategySpec"),
     ):
         with pytest.raises(PluginError, match=re.escape(says)):
             check(name)
     with pytest.raises(PluginError, match="bare of strategies needs lab:build, which cannot be loaded"):
         build_strategy(StrategyConfig("bare"), cast(Any, None))
-    assert goes_on_with("strategy.name", "ddp", "able")
-    assert not goes_on_with("strategy.name", "ddp", "bare")
+    assert may_resume_with("strategy.name", "ddp", "able")
+    assert not may_resume_with("strategy.name", "ddp", "bare")
 
 
 class AbleChecks(StrategyChecks):
@@ -195,6 +193,6 @@ def test_a_script_with_the_adapter_of_another_package_has_the_toolkit_in_its_loo
 def test_what_the_table_names_can_be_imported() -> None:
     pytest.importorskip("mpi4py")
     for kind, names in registry.BUILT_IN.items():
-        assert [name for name, path in names.items() if registry.part_of(kind, name, path) is None] == []
+        assert [name for name, path in names.items() if registry.load_part(kind, name, path) is None] == []
     for name, strategy in registry.STRATEGIES.items():
-        assert issubclass(registry.part_of("strategies", name, strategy.checks), StrategyChecks)
+        assert issubclass(registry.load_part("strategies", name, strategy.checks), StrategyChecks)

@@ -1,7 +1,5 @@
 """Which jobs are a run's: numbers alone do not say it, of two clusters, a new controller or a copied folder."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST, RequestError
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.cli.main import main
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
@@ -22,11 +20,11 @@ from toolkit.plugins.sweep import awaited, rows
 from toolkit.plugins.sweep import submission as sweeps
 from toolkit.plugins.sweep.request import Options, read
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.records import stop_request, submitted_run
+from toolkit.run.records import submitted_run, user_requests
 from toolkit.run.records.ownership import Claim, Overtaken
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import attach
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 from toolkit.slurm import cluster_name, commands
 
 JOB = "def main(config): print(config)\n"
@@ -103,9 +101,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------------- two clusters
-
-
 @pytest.mark.parametrize("how", ["cancel", "stop"])
 def test_a_run_of_another_cluster_is_ended_there_and_no_job_here_of_its_number(
     site: Site, capsys: pytest.CaptureFixture[str], how: str
@@ -118,7 +113,7 @@ def test_a_run_of_another_cluster_is_ended_there_and_no_job_here_of_its_number(
     assert "belongs to job 1 of the cluster alpha" in text
     assert f"`toolkit cancel {run.id}` there ends it" in text
     assert (states(site.slurm), site.slurm.sent) == ({innocent: "RUNNING"}, [])
-    assert stop_request.asked(run) is None
+    assert user_requests.read_intent(run) is None
     # The advice, literally.
     site.go("alpha")
     assert main(["cancel", run.id]) == EXIT_DONE
@@ -137,9 +132,7 @@ def test_a_run_that_another_cluster_trains_is_resumed_here_when_its_status_is_ol
     # Its job was killed, and five minutes have passed.
     run.write_status(run.status().replace(updated=time.time() - 301))
     sent = resume(run)
-    owner = run.owner()
-    assert owner is not None
-    assert (sent.job_now, owner.cluster, claim.holds()) == ("1", "beta", False)
+    assert (sent.job_now, run.owner().cluster, claim.holds()) == ("1", "beta", False)
     assert not sent.is_over()
     # Slurm starts alpha's job once more: the number is the same, and the run is not its own any more.
     with pytest.raises(Overtaken):
@@ -159,7 +152,7 @@ def test_a_listing_believes_no_answer_about_another_clusters_number(site: Site) 
     first = send()
     site.go("beta")
     second = send()
-    first_row, second_row = show.status_rows([first, second])
+    first_row, second_row = run_rows.status_rows([first, second])
     assert (first_row.job_id, first_row.cluster, first_row.slurm) == ("1", "alpha", None)
     assert (second_row.job_id, second_row.cluster, second_row.slurm) == ("1", "beta", "PENDING")
     site.slurm.cancel("1")
@@ -193,9 +186,6 @@ def test_a_cluster_is_named_by_what_slurms_programs_go_by(site: Site, tmp_path: 
     assert cluster_name.name_here(environ) == name
 
 
-# ----------------------------------------------------------------------------------------- a number that is given again
-
-
 @pytest.mark.parametrize("script", ["/home/u/other.sh", "/bin/bash", "of another run"])
 def test_a_number_that_is_given_again_is_another_job(site: Site, script: str) -> None:
     run = send()
@@ -203,11 +193,11 @@ def test_a_number_that_is_given_again_is_another_job(site: Site, script: str) ->
     slurm = site.install_anew("alpha")
     if script == "of another run":
         other = send()
-        assert show.status_rows([other])[0].slurm == "PENDING"
+        assert run_rows.status_rows([other])[0].slurm == "PENDING"
     else:
         slurm.sbatch([script])
     slurm.start("1")
-    assert show.status_rows([run])[0].state == "running? (silent)"
+    assert run_rows.status_rows([run])[0].state == "running? (silent)"
     assert attach(run).is_over()
     assert main(["cancel", run.id]) == EXIT_DONE
     assert (states(slurm), slurm.sent) == ({"1": "RUNNING"}, [])
@@ -242,9 +232,6 @@ def test_a_job_of_the_users_own_script_is_known_by_its_command_and_its_run(site:
     assert [sent.job_id for sent in slurm.sent] == ["1"]
 
 
-# ------------------------------------------------------------------------------------ folders that were copied or moved
-
-
 @pytest.mark.parametrize("makes", [lambda site: send(), lambda site: own_script(site, "/home/u/ddp.sh", "1")])
 def test_a_copy_of_a_run_has_no_job(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], makes: Callable[[Site], RunDir]
@@ -261,7 +248,7 @@ def test_a_copy_of_a_run_has_no_job(
     assert not attach(run).is_over()
     assert attach(copy).is_over()
     copy.write_status(copy.status().replace(updated=1.0))
-    assert show.status_rows([copy])[0].state == "lost"
+    assert run_rows.status_rows([copy])[0].state == "lost"
     # Both advices, literally.
     assert main(["cancel", str(copy.path), "--gone"]) == EXIT_DONE
     assert (copy.result().state, run.result()) == (RunState.CANCELLED, None)
@@ -291,20 +278,17 @@ def test_a_run_that_was_moved_keeps_its_job(
             root.symlink_to(tmp_path / "new")
     monkeypatch.setenv("TOOLKIT_RUNS", str(moved.parent.parent))
     again = RunDir(moved)
-    assert submitted_run.of(again).ask(site.slurm.show_jobs)["1"] is not None
+    assert submitted_run.run_jobs(again).ask(site.slurm.show_jobs)["1"] is not None
     assert not attach(again).is_over()
     assert main(["cancel", str(moved)]) == EXIT_DONE
     assert states(site.slurm)["1"] in ("COMPLETING", "CANCELLED")
-
-
-# -------------------------------------------------------------------------------------------- arrays and follow-up jobs
 
 
 def test_elements_of_an_array_are_told_from_others_of_the_same_number(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def look() -> list[str]:
-        return [each.state for each in rows.of_points(sweep, show.status_rows)]
+        return [each.state for each in rows.of_points(sweep, run_rows.status_rows)]
 
     request = read("own.yaml", ["train.seed=0..1"], Options())
     sweep = sweeps.submit(request, Path.cwd(), "slurm", site.slurm).sweep
@@ -339,11 +323,11 @@ def test_a_follow_up_job_is_the_runs_and_one_of_the_same_number_elsewhere_is_not
     claim = train(run, site.slurm, "1")
     script = str(run.submitit / "follow-up.sh")
     claim.note_follow_ups([site.slurm.sbatch(["--dependency=afterany:1", script])])
-    answers = submitted_run.of(run).ask(site.slurm.show_jobs)
+    answers = submitted_run.run_jobs(run).ask(site.slurm.show_jobs)
     assert [status and status.state for status in answers.values()] == ["RUNNING", "PENDING"]
     slurm = site.install_anew("alpha")
     for _ in range(2):
         slurm.sbatch(["/home/u/other.sh"])
-    assert submitted_run.of(run).ask(slurm.show_jobs) == {"1": None, "2": None}
+    assert submitted_run.run_jobs(run).ask(slurm.show_jobs) == {"1": None, "2": None}
     attach(run).cancel()
     assert [*states(slurm).values()] == ["PENDING", "PENDING"]

@@ -1,7 +1,5 @@
 """The arguments of a user's script, from the command line to ``sys.argv``: submit, sweep, resume, and a rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,11 +12,11 @@ from tests.command import Command
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.cli import main as cli
-from toolkit.cli.show import given_words
+from toolkit.cli.run_rows import given_words
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.start import foreign
+from toolkit.nodes.start import user_script
 from toolkit.plugins.sweep import request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
@@ -69,10 +67,10 @@ def test_the_words_after_the_dashes_are_those_of_the_script() -> None:
 
 def test_a_script_that_knows_nothing_of_us_gets_them_too(project: Path) -> None:
     run = toolkit("submit", "plain.py", "--executor", "local", "--", "--epochs", "3")
-    assert foreign.read_command(run) == [sys.executable, str(project / "plain.py"), "--epochs", "3"]
+    assert user_script.read_command(run) == [sys.executable, str(project / "plain.py"), "--epochs", "3"]
     assert given_words(run) == f"command: {sys.executable} {project / 'plain.py'} --epochs 3"
     run = toolkit("exec", "--executor", "local", "args.epochs=5", "--", "python", "plain.py", "--epochs", "3")
-    assert foreign.read_command(run) == ["python", "plain.py", "--epochs", "5"]
+    assert user_script.read_command(run) == ["python", "plain.py", "--epochs", "5"]
 
 
 def test_python_code_gives_them_as_a_list() -> None:
@@ -134,7 +132,7 @@ def test_a_resume_keeps_the_arguments_and_may_change_one(command: Command) -> No
     ended = RunResult.from_json({"state": "completed", "why": ""})
     run.write_result(ended)
     assert "train.epochs: loop.py does not read it" in command.refuses("resume", run.id, "train.epochs=20")
-    assert f"`toolkit resume {run.id} args.NAME=VALUE` goes on" in command.refuses("resume", run.id, "train.seed=1")
+    assert f"`toolkit resume {run.id} args.NAME=VALUE` continues" in command.refuses("resume", run.id, "train.seed=1")
     toolkit("resume", run.id, "args.epochs=5")
     assert words_of(run) == ["--epochs", "5", "--amp"]
     run.write_result(ended)
@@ -150,7 +148,7 @@ def test_a_resumed_command_changes_by_option_only(command: Command) -> None:
     run.write_result(RunResult.from_json({"state": "failed", "why": ""}))
     assert "args.NAME=VALUE changes an option of it" in command.refuses("resume", run.id, "--", "--epochs", "5")
     toolkit("resume", run.id, "args.epochs=5")
-    assert foreign.read_command(run)[2:] == ["--epochs", "5"]
+    assert user_script.read_command(run)[2:] == ["--epochs", "5"]
 
 
 @pytest.mark.parametrize("script", ["loop.py", "plain.py"])
@@ -198,18 +196,18 @@ def test_a_script_that_a_setup_may_bring_is_not_refused() -> None:
 
 def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(project: Path) -> None:
     Path("plain.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
-    words = ["--on-restart", "--resume {newest:ckpt/*.pt} --mode=again '${HOME} {}'"]
+    words = ["--restart-args", "--resume {newest:ckpt/*.pt} --mode=again '${HOME} {}'"]
     run = toolkit("exec", "--executor", "local", *words, "--", sys.executable, "plain.py", "--lr", "2")
 
     def argv(attempt: int) -> tuple[list[str], str]:
-        command = [sys.executable, "-m", "toolkit.nodes.start.foreign", str(run.config)]
+        command = [sys.executable, "-m", "toolkit.nodes.start.user_script", str(run.config)]
         environ = {**os.environ, "TOOLKIT_ATTEMPT": str(attempt), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         done = subprocess.run(command, env=environ, cwd=project, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 
     assert argv(2)[0] == ["--lr", "2"]
-    assert "no file matches ckpt/*.pt: restarted without --on-restart" in argv(2)[1]
+    assert "no file matches ckpt/*.pt: restarted without --restart-args" in argv(2)[1]
     Path("ckpt").mkdir()
     for age, name in ((9, "b"), (5, "a"), (7, "c")):
         Path(f"ckpt/{name}.pt").touch()
@@ -221,9 +219,12 @@ def test_a_restarted_command_gets_the_newest_checkpoint_of_its_own(project: Path
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["exec", "--on-restart", "--resume 'a", "--", "python", "plain.py"], "--on-restart: --resume 'a: No closing"),
-        (["exec", "--on-restart", "{newest}", "--", "python", "plain.py"], "{newest:ckpt/*.pt}, for example"),
-        (["submit", "loop.py", "on_restart=[--resume]"], "on_restart: is for scripts under `toolkit exec`"),
+        (
+            ["exec", "--restart-args", "--resume 'a", "--", "python", "plain.py"],
+            "--restart-args: --resume 'a: No closing",
+        ),
+        (["exec", "--restart-args", "{newest}", "--", "python", "plain.py"], "{newest:ckpt/*.pt}, for example"),
+        (["submit", "loop.py", "restart_args=[--resume]"], "restart_args: is for scripts under `toolkit exec`"),
     ],
 )
 def test_words_for_a_restart_that_cannot_work_are_refused(words: list[str], says: str, command: Command) -> None:
@@ -238,7 +239,7 @@ def test_why_does_not_say_that_a_script_with_checkpoints_of_its_own_has_none(
     run.write_result(RunResult.from_json({"state": "failed", "why": "boom"}))
     page = " ".join(command("why", run.id).split())
     assert "last checkpoint:" not in page
-    assert "starts the script again, which goes on from its own checkpoints if it looks for them" in page
+    assert "starts the script again, which continues from its own checkpoints if it looks for them" in page
 
 
 def test_a_command_is_shown_unsubmitted_and_a_submission_told_to_programs(

@@ -1,7 +1,5 @@
 """Which keys act on a script: those that it reads, by its syntax tree, and those that the toolkit reads for it."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 
@@ -11,13 +9,13 @@ from tests.command import Command
 from toolkit.base.errors import ConfigError
 from toolkit.cli.commands.completion import complete
 from toolkit.cli.run_rows import read_config
-from toolkit.config import FOREIGN_JOB, load_config
+from toolkit.config import SCRIPT_JOB, load_config
 from toolkit.config.script_keys import acting_keys
 from toolkit.config.source import PythonSource, project_files
 from toolkit.files.run_files import RunResult
 from toolkit.run.prepare.new_run import load, new_run
-from toolkit.run.prepare.run_keys import shown_values
-from toolkit.run.submission.resume import resume
+from toolkit.run.prepare.snapshot import shown_values
+from toolkit.run.submission.resume_run import resume
 
 START = "import toolkit\nrun = toolkit.start()\n"
 ARGUMENTS = """
@@ -85,13 +83,13 @@ READS = [
 
 
 @pytest.mark.parametrize(("line", "reads", "not_read"), READS)
-@pytest.mark.parametrize("job", ["train.py", FOREIGN_JOB])
+@pytest.mark.parametrize("job", ["train.py", SCRIPT_JOB])
 def test_a_loop_reads_what_its_files_name(line: str, reads: str, not_read: str, job: str) -> None:
     helper = "def rate(r):\n    return r.config.optim.lr\n"
     write(train=START + line, helper=helper, pack__deep="from . import other\n", pack__other=helper)
     acting = acting_keys(job, ["python", "-u", "train.py"])
-    assert all(map(acting.include, ["train.max_steps", "cluster.nodes", "checkpoint.keep", *reads.split()]))
-    assert [key for key in not_read.split() if acting.include(key)] == []
+    assert all(map(acting.has_effect, ["train.max_steps", "cluster.nodes", "checkpoint.keep", *reads.split()]))
+    assert [key for key in not_read.split() if acting.has_effect(key)] == []
 
 
 def test_modules_are_read_only_where_the_script_leaves_a_key_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +123,10 @@ def test_modules_are_read_only_where_the_script_leaves_a_key_undecided(monkeypat
 def test_a_command_is_known_by_the_scripts_that_it_names(command: str, is_known: bool) -> None:
     write(train="print(1)", pack__train="print(1)")
     Path("go.sh").write_text('module load cuda\nsrun python -u train.py "$@"\n')
-    acting = acting_keys(FOREIGN_JOB, [command.split()[0], command.partition(" ")[2]])
-    assert acting.include("optim.lr") is not is_known
-    assert acting.include("checkpoint.keep") is not is_known
-    assert acting.include("cluster.nodes")
+    acting = acting_keys(SCRIPT_JOB, [command.split()[0], command.partition(" ")[2]])
+    assert acting.has_effect("optim.lr") is not is_known
+    assert acting.has_effect("checkpoint.keep") is not is_known
+    assert acting.has_effect("cluster.nodes")
 
 
 def test_all_keys_act_on_a_class_and_on_a_main_that_hands_its_config_on() -> None:
@@ -137,16 +135,16 @@ def test_all_keys_act_on_a_class_and_on_a_main_that_hands_its_config_on() -> Non
         main="def main(c): train(c)",
         lr="def main(c): print(c.optim.lr)",
     )
-    assert acting_keys("job.py", ()).include("optim.lr")
-    assert acting_keys("main.py", ()).include("model.name")
+    assert acting_keys("job.py", ()).has_effect("optim.lr")
+    assert acting_keys("main.py", ()).has_effect("model.name")
     acting = acting_keys("lr.py", ())
-    assert [acting.include(key) for key in ("optim.lr", "optim.momentum", "checkpoint.keep")] == [True, False, False]
+    assert [acting.has_effect(key) for key in ("optim.lr", "optim.momentum", "checkpoint.keep")] == [True, False, False]
 
 
 @pytest.mark.parametrize(
     ("text", "given", "says"),
     [
-        (ARGUMENTS, "optim.lr=5", r"argument 'optim.lr=5': optim.lr: train.py does not read it.* write args.lr=5$"),
+        (ARGUMENTS, "optim.lr=5", r"optim.lr: train.py does not read it.* write args.lr=5$"),
         (ARGUMENTS, "model.name=x", r"its own options are args.lr, args.amp$"),
         (ARGUMENTS, "optim={lr: 5}", r"write args.lr=5$"),
         (START, "train.epochs=3", r"read run.config.train.epochs there, or leave it out"),
@@ -230,7 +228,7 @@ def test_an_option_that_no_parser_of_the_script_has_is_refused(text: str, knows_
 def test_options_of_a_command_are_checked_where_they_are_its_scripts(command: list[str], is_checked: bool) -> None:
     write(train=PARSES, launch="import subprocess, sys\nsubprocess.run(sys.argv[1:])")
     Path("go.sh").write_text("python train.py $1\n")
-    refusal = acting_keys(FOREIGN_JOB, command).refusal_of_option("lr")
+    refusal = acting_keys(SCRIPT_JOB, command).refusal_of_option("lr")
     assert (refusal is not None) == is_checked
 
 
@@ -240,8 +238,8 @@ def test_keys_of_a_program_that_cannot_be_read_are_said_to_be_unchecked(
     Path("a.out").write_bytes(b"\x7fELF\xd0\xcb")
     Path("go.sh").write_text("#!/bin/sh\nexec ./a.out\n")
     for _ in range(2):
-        load(None, ["optim.lr=1", "cluster.nodes=1", f"job={FOREIGN_JOB}", 'argv=["./a.out"]', "args.x=1"], Path.cwd())
-    assert caplog.messages == ["./a.out is no Python file that can be read, so whether it reads optim.lr is not known"]
+        load(None, ["optim.lr=1", "cluster.nodes=1", f"job={SCRIPT_JOB}", 'argv=["./a.out"]', "args.x=1"], Path.cwd())
+    assert caplog.messages == ["./a.out cannot be read as Python, so whether it reads optim.lr is not known"]
     for file in ("a.out", "go.sh"):
         assert f"; a program is run by `toolkit exec -- {Path.cwd() / file}`" in command.refuses("submit", file)
 

@@ -1,7 +1,5 @@
 """Text of others is shown by a terminal and never obeyed, on every way to it."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import fcntl
@@ -22,12 +20,13 @@ from tests.command import Command
 from tests.unit.attempts import attempt
 from toolkit.base import fsio, logs, terminal
 from toolkit.base.errors import JobFailedError
-from toolkit.base.terminal import VisibleStream, guarded, unguarded, visible
-from toolkit.cli import follow, show
+from toolkit.base.terminal import EscapingStream, guarded, unguarded, visible
+from toolkit.cli import follow, run_rows
 from toolkit.cli import main as cli
 from toolkit.cli import watch_view as watch
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files.rundir import RunDir
 
 PACKAGE = Path(rundir.__file__).parent
 #: It sets the title, clears the screen, goes back to the line's start, and turns the direction round.
@@ -79,7 +78,7 @@ def test_what_is_printed_is_visible_and_a_users_own_code_is_left_alone(
 
 def test_a_drawn_bar_keeps_the_commands_that_draw_it(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", VisibleStream(drawn))
+    monkeypatch.setattr(sys, "stdout", EscapingStream(drawn))
     console = terminal.console(force_terminal=True, color_system="standard", width=300, highlight=False)
     console.print(f"[red]{EVIL}[/]")
     assert drawn.getvalue().startswith("\x1b[31m"), "the colour is ours"
@@ -97,7 +96,7 @@ def evil_run() -> rundir.RunDir:
     fsio.write_json(run.error_file(1, 0), said)
     run.rank_log(1, 0).write_text(f"{EVIL}\n")
     (run.logs / "supervisor.log").write_text(f"{EVIL}\n")
-    run.write_status(RunStatus.from_json({"state": "failed", "ailing_nodes": {EVIL: EVIL}}))
+    run.write_status(RunStatus.from_json({"state": "failed", "degraded_nodes": {EVIL: EVIL}}))
     run.write_result(RunResult.from_json({"state": "failed", "attempts": 1, "why": EVIL, "metrics": {EVIL: 1.0}}))
     return run
 
@@ -143,9 +142,9 @@ def test_a_followed_run_and_the_screen_of_watch_are_visible(
     follow.to_the_end(Run(run, "local", "1"), bar=False)
     assert is_harmless(capsys.readouterr().out)
     drawn = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", VisibleStream(drawn))
-    rows = show.status_rows([run])
-    terminal.console(width=200, highlight=False).print(watch.picture(rows, (), 200, 20))
+    monkeypatch.setattr(sys, "stdout", EscapingStream(drawn))
+    rows = run_rows.status_rows([run])
+    terminal.console(width=200, highlight=False).print(watch.render_screen(rows, (), 200, 20))
     assert is_harmless(drawn.getvalue())
 
 
@@ -164,12 +163,13 @@ logs.get("x").warning("it is to be resumed by `toolkit resume %s --code`, which 
 """
 
 
-def test_no_command_to_copy_is_broken_by_a_terminal_of_80_columns() -> None:
-    run = rundir.create("digits")
+def test_no_command_to_copy_is_broken_by_a_terminal_of_80_columns(run: RunDir) -> None:
     run.config.write_text("")
     failure = {"rank": 2, "host": "node2", "how": "RuntimeError: a message of several words", "where": "jobs/x.py:12"}
     run.add_attempt(attempt(1, "crashed", "give_up", step_end=120, first_failure=failure))
-    why = f"the queue is full of words; `toolkit resume {run.id} cluster.mem_gb=2` goes on, as does `toolkit resume x`"
+    why = (
+        f"the queue is full of words; `toolkit resume {run.id} cluster.mem_gb=2` continues, as does `toolkit resume x`"
+    )
     run.write_result(RunResult.from_json({"state": "failed", "attempts": 1, "metrics": {}, "why": why}))
     command = [sys.executable, "-c", _READER, run.id]
     piped = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout

@@ -1,14 +1,12 @@
 """Where the time went, in all that shows it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.command import Command
-from tests.unit.run.test_goodput import HOUR, SUBMITTED, run  # noqa: F401
+from tests.unit.run.test_goodput import HOUR, SUBMITTED
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE

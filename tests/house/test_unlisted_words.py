@@ -1,7 +1,5 @@
 """A word that the schema lists but nothing builds is refused. It must not stand for another word."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from toolkit.plugins.model_parallel.tensor_plan import _torch_style
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
-from toolkit.strategies import Custom, build_strategy, of_pairs
+from toolkit.strategies import Custom, build_strategy, criterion_objective
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.not_finite import NotFinite
@@ -74,7 +72,7 @@ def a_meeting(outer: str) -> object:
     made = local_sgd.build(config, SESSION, TrainConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spmd, "build", lambda self, *_: setattr(self, "_model", nn.Linear(1, 1)))
-        made.build(nn.Module, NOBODY, of_pairs(cross_entropy), None)
+        made.build(nn.Module, NOBODY, criterion_objective(cross_entropy), None)
     return made._meeting
 
 
@@ -104,15 +102,15 @@ MAKERS: dict[str, Callable[[str], object]] = {
     "train.precision": lambda name: autocast(CPU, name),
     "train.on_nan": lambda word: NotFinite(TrainConfig(on_nan=word), SESSION),
     "data.bad_samples": lambda word: a_loader(bad_samples=word),
-    "data.share": lambda word: a_loader(share=word),
-    "data.split": lambda word: a_loader(split=word),
+    "data.balance": lambda word: a_loader(balance=word),
+    "data.partition": lambda word: a_loader(partition=word),
     "data.images.policy": lambda word: a_transform(policy=word),
     "data.images.interpolation": lambda word: a_transform(interpolation=word),
 }
 #: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names. What
 #: is made of cluster.stage is tested in tests/plugins/staging/test_staging.py, of train.float32_matmul in
 #: tests/unit/train/test_gpu_settings.py.
-ELSEWHERE = {"dist.backend", "data.name", "model.init_weights", "cluster.stage", "train.float32_matmul"}
+ELSEWHERE = {"dist.backend", "data.name", "cluster.stage", "train.float32_matmul"}
 #: What these keys take besides paths of classes, and layer by layer.
 BY_NAME = {"optim.name": OPTIMIZERS, "strategy.tensor_plan": TENSOR_STYLES}
 WORDS = {key: words for key, words in words_by_key().items() if words and "true" not in words} | BY_NAME

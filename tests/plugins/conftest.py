@@ -1,7 +1,5 @@
 """The tests of plugins start as unit tests do."""
 
-from __future__ import annotations
-
 from tests.command import command  # noqa: F401
 from tests.unit.conftest import (  # noqa: F401
     cache_folder_of_its_own,
@@ -13,3 +11,4 @@ from tests.unit.conftest import (  # noqa: F401
     runs_folder_of_its_own,
     tmp_path,
 )
+from tests.unit.run.conftest import network, quick, slurm  # noqa: F401

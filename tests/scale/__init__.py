@@ -5,8 +5,6 @@ counts (calls, keys, bytes, files) as whole numbers, which are the same on every
 beside them, are of this machine.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import resource

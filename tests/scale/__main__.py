@@ -5,8 +5,6 @@
 ``NAME`` is the beginning of a curve's name. ``--small`` measures the smallest size of each curve only.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -3,8 +3,6 @@
 The stop is proposed and decided.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +11,13 @@ from torch.distributed import TCPStore
 
 from tests.scale import Curve
 from toolkit.hang import Watchdog
-from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.messages import NodeAlive
 from toolkit.nodes.agent.reports import NodeProgress, RankReport, parse
+from toolkit.nodes.agent.wire_protocol import AuthenticatedConnection
 from toolkit.ranks import older_torch
-from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
-from toolkit.ranks.stop.rounds import Round
-from toolkit.ranks.stop.torch_store import StoreTransport
+from toolkit.ranks.agreement import PREFIX, STOP, Gate, propose
+from toolkit.ranks.agreement.rounds import Round
+from toolkit.ranks.agreement.torch_store import StoreTransport
 
 A_NODE = 8
 
@@ -77,11 +75,11 @@ def digests(ranks: int) -> Mapping[str, float]:
     for data in reports:
         report = parse(data)
         assert report is not None
-        node.hear(report)
-    digest = node.digest()
+        node.on_report(report)
+    digest = node.summarize()
     told_s = time.process_time() - began
     assert digest is not None
-    ends = [AuthenticatedLink(b"secret", role) for role in ("agent", "supervisor")]
+    ends = [AuthenticatedConnection(b"secret", role) for role in ("agent", "supervisor")]
     # A link sends messages only once it has the other side's greeting.
     for end, other in (ends, reversed(ends)):
         end.receive(other.greeting)
@@ -93,7 +91,7 @@ def digests(ranks: int) -> Mapping[str, float]:
         for heard in ends[1].receive(frame)[0]:
             assert isinstance(heard, NodeAlive)
             assert heard.progress is not None
-            dog.hear(f"node{number}", heard.progress)
+            dog.on_report(f"node{number}", heard.progress)
     heard_s = time.process_time() - began
     return {"bytes a node": len(frames[0]), "agent ms": round(1000 * told_s, 2), "supervisor s": round(heard_s, 2)}
 

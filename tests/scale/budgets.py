@@ -4,8 +4,6 @@ The real rules judge each failure of a random month. All failures are the run's 
 those of nodes that can be replaced cost nothing of the budget.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

@@ -1,14 +1,12 @@
 """The search for silent nodes: one time-out for all, by the real kernel on loopback."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from tests.scale import Curve
 from tests.waiting import wait_for
-from toolkit.plugins.node_watch.batch_host_watch import answers
+from toolkit.plugins.node_watch.batch_host_watch import accepts_connection
 from toolkit.slurm.reachable import unreachable
 
 HERE = "127.0.0.1"
@@ -28,7 +26,7 @@ def silent_network() -> Iterator[int]:
         for client in (first, second):  # its queue of one is full then
             client.setblocking(False)
             client.connect_ex(("127.0.0.2", port))
-        wait_for(lambda: not answers("127.0.0.3", port, 0.2), 10.0, "a full queue")
+        wait_for(lambda: not accepts_connection("127.0.0.3", port, 0.2), 10.0, "a full queue")
         yield port
 
 

@@ -1,7 +1,5 @@
 """Error files of failing ranks, read by the supervisor at the end of an attempt."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from toolkit.base import fsio
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.supervise.conclusion import add_error_files
+from toolkit.run.supervise.conclude import add_error_files
 
 
 def read(ranks: int) -> Mapping[str, float]:
@@ -23,7 +21,7 @@ def read(ranks: int) -> Mapping[str, float]:
         for rank in range(ranks):
             (logs / f"error-{rank}.json").write_text('{"host": "node1", "time": 1.0, "type": "E", "message": "m"}')
         attempt = Attempt(1, time.time(), Allocation(("node1",), (ranks,), 1))
-        add_error_files(SimpleNamespace(run=run, is_foreign=False), attempt)  # type: ignore[arg-type]
+        add_error_files(SimpleNamespace(run=run, is_script=False), attempt)  # type: ignore[arg-type]
         return {"failures": len(attempt.failures)}
 
 

@@ -1,7 +1,5 @@
 """The search for the rank behind a hang. Each node digests its own stacks, at 0.5 ms a file."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping
@@ -14,9 +12,9 @@ from toolkit import hang
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.messages import StacksAnswered, StacksOrder
-from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.agent.reports import RankProgress
 from toolkit.nodes.start.agents import Agents
-from toolkit.plugins.node_watch import investigation, stack_digest
+from toolkit.plugins.node_watch import investigation, stack_summary
 
 DELAY_S = 0.0005
 A_NODE = 8
@@ -37,10 +35,10 @@ class Nodes:
         return {host: StacksAnswered(order.request, json.loads(self._digest(order))) for host, order in orders.items()}
 
     def _digest(self, order: StacksOrder) -> str:
-        standings = [Standing(each.rank, "in a step", 7, 300.0, False) for each in order.standings]
+        rank_progress = [RankProgress(each.rank, "in a step", 7, 300.0, False) for each in order.rank_progress]
         began = time.monotonic()
-        with patch.object(stack_digest, "stack_text", self._read):
-            text = stack_digest.digest(RunDir(Path(order.run)).attempt_logs(order.attempt), standings)
+        with patch.object(stack_summary, "stack_text", self._read):
+            text = stack_summary.summarize_stacks(RunDir(Path(order.run)).attempt_logs(order.attempt), rank_progress)
         self.slowest_s, self.longest = max(self.slowest_s, time.monotonic() - began), max(self.longest, len(text))
         return text
 
@@ -52,10 +50,12 @@ class Nodes:
 def investigate(ranks: int) -> Mapping[str, float]:
     """The last rank hangs, at the same step as all others."""
     nodes = Nodes(ranks)
-    unknown = [Standing(rank, None, None, 300.0, False) for rank in range(ranks)]
+    unknown = [RankProgress(rank, None, None, 300.0, False) for rank in range(ranks)]
     hosts = {f"node{first}": unknown[first : first + A_NODE] for first in range(0, ranks, A_NODE)}
     began = time.process_time()
-    named, _ = investigation.blame(investigation.look(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {}))
+    named, _ = investigation.blame(
+        investigation.collect_stacks(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {})
+    )
     cpu_s = time.process_time() - began
     figures = {
         "slowest node s": round(nodes.slowest_s, 2),

@@ -4,8 +4,6 @@ One process plays the nodes, which speak as real agents do: each has a connectio
 ranks a second, and answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import selectors
@@ -24,13 +22,12 @@ from unittest.mock import patch
 from tests.scale import Curve
 from toolkit.base import this_node
 from toolkit.files import rundir
-from toolkit.nodes.agent.link import HEARTBEAT_S, AuthenticatedLink
 from toolkit.nodes.agent.messages import AgentHere, LeaveOrder, NodeAlive, NodeRequest, ReportsOrder, RequestAnswered
-from toolkit.nodes.agent.reports import Digest
+from toolkit.nodes.agent.reports import ProgressSummary
+from toolkit.nodes.agent.wire_protocol import HEARTBEAT_S, AuthenticatedConnection
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agents as launched
-from toolkit.nodes.start.agents import Agents, Endpoint
-from toolkit.nodes.start.launcher import Progress
+from toolkit.nodes.start.agents import Agents, Endpoint, Progress
 
 RANKS_A_NODE = 8
 WATCHED_S, LIMIT_S = 10.0, 300.0
@@ -41,11 +38,11 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
 
     ``moves`` of a digest has the time of sending in ms, from which the supervisor's side computes its age.
     """
-    this_node.claim_all()
+    this_node.raise_open_files()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
-    links: dict[socket.socket, AuthenticatedLink] = {}
+    links: dict[socket.socket, AuthenticatedConnection] = {}
     for host in hosts:
-        connection, link = socket.create_connection(("127.0.0.1", int(port))), AuthenticatedLink(secret, "agent")
+        connection, link = socket.create_connection(("127.0.0.1", int(port))), AuthenticatedConnection(secret, "agent")
         connection.sendall(link.greeting + link.send(AgentHere(host, int(start), again=False)))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link
@@ -71,7 +68,7 @@ def play(secret_file: str, port: str, start: str, *hosts: str) -> None:
             at, connection = due.popleft()
             due.append((at + HEARTBEAT_S, connection))
             if connection in links:
-                digest = Digest(1, RANKS_A_NODE, 0, int(time.time() * 1000), 7, 7)
+                digest = ProgressSummary(1, RANKS_A_NODE, 0, int(time.time() * 1000), 7, 7)
                 with contextlib.suppress(OSError):
                     connection.sendall(links[connection].send(NodeAlive(digest)))
 
@@ -115,11 +112,11 @@ def serve(nodes: int) -> Mapping[str, float]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(launched, "job_address", lambda *_: "127.0.0.1"),
-        this_node.all_claimed(),
+        this_node.raised_open_files(),
     ):
         before_kb = _resident_kb()
         agents = Agents(rundir.create("scale", Path(folder)), allocation, starter)
-        agents.open({}, events, user)
+        agents.listen({}, events, user)
         began = time.monotonic()
         agents.ensure(hosts)
         while user.there < nodes:
@@ -152,7 +149,7 @@ def _watch(events: SimpleQueue[Any], nodes: int) -> tuple[float, float]:
 
     Return the age of the oldest progress, and the CPU time of a second.
     """
-    digests: dict[str, Digest] = {}
+    digests: dict[str, ProgressSummary] = {}
     oldest_s, began_s, ends = 0.0, _cpu_s(), time.monotonic() + WATCHED_S
     while (left_s := ends - time.monotonic()) > 0:
         time.sleep(min(1.0, left_s))

@@ -1,7 +1,5 @@
 """A logging step: what one rank gives and makes of everybody's losses and times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -3,8 +3,6 @@
 It is measured from srun's first message to the verdict.
 """
 
-from __future__ import annotations
-
 import signal
 import tempfile
 import time
@@ -38,7 +36,7 @@ def end(nodes: int) -> Mapping[str, float]:
                 gone = tuple(range(node * RANKS_A_NODE, (node + 1) * RANKS_A_NODE))
                 ranks.events.put(RanksExited(gone, f"node{node}", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
-    process_limits.change(error_reports_s=0.01)
+    process_limits.override(error_reports_s=0.01)
     config, slurm = JobConfig(), FakeSlurm()
     config.cluster.preflight = False
     config.data.global_batch_size = nodes * RANKS_A_NODE
@@ -53,7 +51,7 @@ def end(nodes: int) -> Mapping[str, float]:
     ):
         run = rundir.create("scale", Path(folder))
         fsio.write_atomic(run.config, configs.dump_config(config))
-        # The supervisor leaves its signal handlers behind, and this process goes on.
+        # The supervisor leaves its signal handlers behind, and this process continues.
         before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
         code = supervisor.Supervisor(run, config, allocation, Ranks(dies), slurm).run()
         for number, handler in before.items():

@@ -1,7 +1,5 @@
 """The manifest of sharded state: merged from all ranks' parts, checked, encoded and decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

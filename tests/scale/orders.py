@@ -3,8 +3,6 @@
 The agents here only count the orders.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from tests.scale import Curve
 from toolkit.files import rundir
 from toolkit.nodes.agent.messages import Message, encoded
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_launcher import MODULE, AgentLauncher
+from toolkit.nodes.start.launcher import MODULE, AgentLauncher
 
 RANKS_A_NODE = 8
 
@@ -31,14 +29,14 @@ def start(nodes: int) -> Mapping[str, float]:
     def send(host: str, order: Message) -> None:
         sizes.append(len(encoded(order)))
 
-    calls = {"open": lambda *_, **__: None, "ensure": lambda _: None}
+    calls = {"listen": lambda *_, **__: None, "ensure": lambda _: None}
     known = {"environ": dict(os.environ), "reports_token": "1", **calls}
     agents: Any = SimpleNamespace(hosts={*hosts}, send=send, lock=nullcontext(), **known)
     events: SimpleQueue[Any] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         launcher = AgentLauncher(rundir.create("scale", Path(folder)), allocation, agents)
         command = [*MODULE, "toolkit", "run"]
-        launcher.open(command, os.environ, events)
+        launcher.listen(command, os.environ, events)
         store: Any = launcher.start_store(1, allocation.world_size, hosts[0], os.environ)
         store.take('{"port": 7}\n')
         launcher.start(1, allocation, command, os.environ, store)

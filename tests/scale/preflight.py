@@ -3,8 +3,6 @@
 The nodes' answers are in memory, so that this machine's disk is not measured.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -50,7 +48,7 @@ def check(nodes: int) -> Mapping[str, float]:
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Agents(events)
     hosts = [f"node{number}" for number in range(nodes)]
-    process_limits.change(check_nodes_s=600.0, check_folder_s=60.0)
+    process_limits.override(check_nodes_s=600.0, check_folder_s=60.0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         job = Allocation(tuple(hosts), (8,) * nodes, 12)
         report = preflight.report_on_nodes(Path(folder), job, agents, events)

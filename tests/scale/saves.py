@@ -1,7 +1,5 @@
 """A save of a minute: how often all waiting ranks together ask the store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,12 +1,10 @@
 """How often a slightly slower rank is named, and how often a healthy one.
 
 The own times of a step are made up. Ranks on equal hardware differ by a percent. A window's mean varies by four
-percent, and half of a window's deviation goes on in the next one. Twice a day something slows a rank, its node, or all
+percent, and half of a window's deviation stays in the next one. Twice a day something slows a rank, its node, or all
 ranks: for a minute at most to twice the time (a cold start, a burst on the shared disk), or for ten minutes by up to a
 fifth. A rank that is slow for longer, or by more, is no false alarm.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The copy of a project's sources, in calls by path to the file system."""
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile

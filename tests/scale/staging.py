@@ -5,8 +5,6 @@ it. The work of unpacking is real. The file server is simulated: it answers one 
 takes its time on the way.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import os
@@ -22,8 +20,8 @@ from pathlib import Path
 from shutil import copytree
 
 from tests.scale import Curve
-from toolkit.plugins.staging import copying, package
-from toolkit.plugins.staging.package import Package, PackageSource, PackRequest
+from toolkit.plugins.staging import archive, copying
+from toolkit.plugins.staging.archive import Archive, ArchiveSource, PackRequest
 
 #: Of the file server: calls and bytes a second; and the seconds that a call takes without others.
 CALLS_A_SECOND, BYTES_A_SECOND, CALL_S = 30_000, 2e9, 0.0005
@@ -49,7 +47,7 @@ class Import:
 
 
 @cache
-def real_imports() -> tuple[Import, Import, Package, float]:
+def real_imports() -> tuple[Import, Import, Archive, float]:
     """Import from an environment and from its copy. Return both, the package, and the CPU seconds for a copy."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -61,7 +59,7 @@ def real_imports() -> tuple[Import, Import, Package, float]:
             if installed.is_dir():
                 copytree(installed, site / each)
         node.mkdir()
-        made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(folder / "shared/cache"), ()))
+        made = archive.pack(ArchiveSource(str(prefix), "bin/python"), PackRequest(str(folder / "shared/cache"), ()))
         began = time.thread_time()
         copy = copying.copy(made, [node])
         unpack_s = time.thread_time() - began

@@ -1,15 +1,11 @@
 """What random schedules do to a run, and to the cluster under all of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from tests.slurm.watched import Watched
-
-# ------------------------------------------------------------------------------------------------ what is done to a run
 
 
 def kill_a_rank(it: Watched) -> None:
@@ -53,8 +49,6 @@ RUN_ACTIONS: Mapping[str, Callable[[Watched], Any]] = {
     "kill the supervisor": kill_the_supervisor,
 }
 
-# -------------------------------------------------------------------------------------------- what is done to a cluster
-
 
 def preempt(it: Watched) -> None:
     it.cluster.site.preempt(it.dice.choice([1, 5]))
@@ -78,7 +72,7 @@ def stop_the_controller(it: Watched) -> None:
 
 
 def hide_the_shared_folder(it: Watched) -> None:
-    """From one node: what runs there goes on, and nothing new can be opened."""
+    """From one node: what runs there continues, and nothing new can be opened."""
     box, node = it.cluster.site.box, some_node(it)
     box.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=0755", "tmpfs", str(it.cluster.disk)], node=node)
     time.sleep(it.dice.uniform(1, 20))

@@ -1,6 +1,6 @@
 """Random schedules of faults and commands over short runs, and the invariants of each run.
 
-* A run that no user ended goes on, or ``status``, ``why`` and ``result.json`` say what a person must do.
+* A run that no user ended continues, or ``status``, ``why`` and ``result.json`` say what a person must do.
 * A run that a user ended never trains again, until a user resumes it.
 * At no time do two jobs or two supervisors write one run.
 * A run is completed only if rank 0 said so.
@@ -8,8 +8,6 @@
 A schedule is drawn from one seed. Several run at a time on one box, because each spends most of its time in waits. A
 fault of the cluster (a preemption, a full disk, a dead node) hits all of them.
 """
-
-from __future__ import annotations
 
 import json
 import random
@@ -107,7 +105,7 @@ MOMENTS = (
 
 
 def wait_for_the_moment(it: Watched) -> None:
-    """Wait until a random time after the run enters a random state. After some seconds go on without it."""
+    """Wait until a random time after the run enters a random state. After some seconds continue without it."""
     state, deadline = it.dice.choice(MOMENTS), time.monotonic() + it.dice.uniform(0, 15)
     while state is not None and it.run.status().state != state and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -124,7 +122,7 @@ def submit(it: Watched, project: Path) -> None:
     if dice.random() < 0.25:
         overrides.append("cluster.extra={no-requeue: true}")
     if dice.random() < 0.1:
-        overrides += ["cluster.time_min=1", "cluster.signal_delay_s=10"]
+        overrides += ["cluster.time_min=1", "cluster.save_before_limit_s=10"]
     if it.is_exec:
         overrides += ["retry.max_failures=50", "retry.max_requeues=1000"]
         command = ["exec", "--executor=slurm", f"name={it.name}", *overrides, "--"]
@@ -202,7 +200,7 @@ def settle(it: Watched) -> None:
         it.toolkit("status")
         it.toolkit("why")
         if "toolkit resume" not in it.output:
-            raise Violation(f"nobody goes on with it and `why` does not say what to do: {it.output[-1500:]}")
+            raise Violation(f"nobody continues with it and `why` does not say what to do: {it.output[-1500:]}")
         if not it.ended:
             it.note(f"NEEDED A PERSON: {result.why if result else it.run.status().why}")
         it.resume()  # on a full disk, say, a person tries again
@@ -228,7 +226,7 @@ def check_that_it_stays_ended(it: Watched) -> None:
     lines = len(it.trace())
     time.sleep(REST_S)
     if len(it.trace()) != lines or it.jobs:
-        raise Violation(f"it was ended and goes on: {it.trace()[-3:]}, {it.jobs}")
+        raise Violation(f"it was ended and continues: {it.trace()[-3:]}, {it.jobs}")
 
 
 def make_project(site: Site, traces: Path) -> Path:

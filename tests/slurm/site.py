@@ -1,7 +1,5 @@
 """A user at the login node of the box."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

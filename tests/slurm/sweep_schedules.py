@@ -1,11 +1,9 @@
 """Random schedules of faults and commands over sweeps.
 
-* A sweep that nobody has stopped goes on, or `sweep status` says which points `sweep retry` has to start again.
+* A sweep that nobody has stopped continues, or `sweep status` says which points `sweep retry` has to start again.
 * No point of a stopped sweep trains, until somebody retries it.
 * At no time do two starts write one point, and each point completes once.
 """
-
-from __future__ import annotations
 
 import json
 import shlex
@@ -171,7 +169,7 @@ def settle(it: WatchedSweep) -> None:
             lines = it.signature()
             time.sleep(REST_S)
             if it.signature() != lines:
-                raise Violation(f"it was stopped and goes on: {lines}, {it.signature()}")
+                raise Violation(f"it was stopped and continues: {lines}, {it.signature()}")
         if not it.ended and not set(it.actions) & {"sweep stop", "scancel all"}:
             it.note(f"NEEDED A PERSON: {[(row['state'], row.get('why')) for row in rows]}")
         it.retry()
@@ -183,7 +181,7 @@ def check_completed(it: WatchedSweep, rows: list[dict[str, Any]]) -> None:
         whats = [line[3] for line in lines]
         # A node that dies just then takes the result with it: the script's last lines run again.
         if "done" not in whats or {*whats[whats.index("done") :]} != {"done"}:
-            raise Violation(f"{name} goes on after it is done, or is not: {lines[-3:]}")
+            raise Violation(f"{name} continues after it is done, or is not: {lines[-3:]}")
     for row in rows:
         if RunDir(Path(row["path"])).result().step != STEPS:
             raise Violation(f"completed at another step: {row}")

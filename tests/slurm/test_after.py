@@ -1,7 +1,5 @@
 """A run that waits for another one, which is preempted meanwhile, on a real Slurm."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -14,7 +12,7 @@ from toolkit.files.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 
-#: It goes on quickly as soon as a file is there.
+#: It continues quickly as soon as a file is there.
 FIRST = """
 import pathlib, time
 import torch

@@ -58,7 +58,6 @@ def test_ranks_run_the_python_of_the_tests(box: Box) -> None:
 def test_a_signal_reaches_the_program_and_its_status_comes_back(box: Box, sent: signal.Signals) -> None:
     script = f"trap 'exit 75' {sent.name[3:]}; echo trapped; while :; do sleep 0.05; done"
     with box.popen(["bash", "-c", script], stdout=subprocess.PIPE) as program:
-        assert program.stdout is not None
         assert program.stdout.readline() == "trapped\n"
         program.send_signal(sent)
         assert program.wait(timeout=10) == 75
@@ -162,7 +161,6 @@ def test_a_box_dies_with_its_killed_owner_and_the_next_up_sweeps_it(box: Box, ma
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
-        assert owner.stdout is not None
         box_dir = state.boxes_dir() / owner.stdout.readline().strip()
         assert find_inits(box_dir).keys() == {"login", "node1"}
         owner.kill()

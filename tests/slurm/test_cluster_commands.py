@@ -1,7 +1,5 @@
 """`toolkit.slurm` on a real Slurm: what its commands say and what its ranks derive."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

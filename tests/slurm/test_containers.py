@@ -4,8 +4,6 @@ Neither Apptainer nor Pyxis can be had here. Stand-ins take their command lines 
 start what is asked for in the same file system: what is proved is who starts where, in what order, and how it ends.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

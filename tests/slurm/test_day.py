@@ -5,8 +5,6 @@ Nodes die, jobs are preempted, the disk fills and Slurm restarts.
 ``make soak`` plays it with TOOLKIT_DAY_RUNS runs, 300 by default. TOOLKIT_SEED repeats the order of the faults.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -74,11 +72,11 @@ def kill_a_node(node: str) -> Callable[[Site, Path], Callable[[], None]]:
     def kill(site: Site, disk: Path) -> Callable[[], None]:
         site.box.kill_node(node)
 
-        def mend() -> None:
+        def fix() -> None:
             site.box.start_node(node)
             site.box.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
 
-        return mend
+        return fix
 
     return kill
 
@@ -120,9 +118,9 @@ def play(site: Site, disk: Path, project: Path, runs: int, dice: random.Random) 
     for number, name in enumerate(order, 1):
         await_done(site, runs * number // (len(order) + 1))
         say(f"{done(site)} of {runs} runs are done: {name}")
-        mend = FAULTS[name](site, disk)
+        fix = FAULTS[name](site, disk)
         time.sleep(ABSENCE_S)
-        mend()
+        fix()
     await_done(site, runs)
 
 

@@ -1,7 +1,5 @@
 """The use of a two-node job's request, beside Slurm's answers and the kernel's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -81,10 +79,7 @@ def test_a_job_that_asks_for_too_much_is_told_the_line_it_should_have_written(si
     site.box.wait_job(site.job_of(run), END_S)
     why = site.run("toolkit", "why", run.id, "--all")
     print(why)
-    result = run.result()
-    assert result is not None
-    told = result.efficiency
-    assert told is not None
+    told = run.result().efficiency
     assert told.currency == "EUR"
     assert told.cost == pytest.approx(told.usage.cpu_held_s / 100, rel=0.01)
     line = next(line.strip() for line in why.splitlines() if line.startswith("    sbatch --nodes=2"))
@@ -112,9 +107,7 @@ def test_a_rank_that_is_killed_for_lack_of_memory_is_not_started_again(strict_si
     run = site.only_run()
     wait_for(run.result, END_S, "the end of the run")
     assert [attempt.cause for attempt in attempts_of(run, 1)] == ["out_of_memory"]
-    assert "out of memory; would fail again unchanged: give it more (cluster.mem_gb)" in site.run(
-        "toolkit", "why", run.id
-    )
+    assert "would fail again unchanged: give it more (cluster.mem_gb)" in site.run("toolkit", "why", run.id)
     assert follow_advice(site, run, "cluster.mem_gb=2") == "completed"
 
 

@@ -7,8 +7,6 @@ repeats a sequence of faults (not its exact moments: those are the machine's, to
 preempted") makes these kinds only.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -53,7 +51,7 @@ import time
 from jobs import classify
 from toolkit.base import fsio
 from toolkit.data.loader import Loader
-from toolkit.train import run_job
+from toolkit.train import job
 
 def slowed(call, pause_s):
     def slow(*args):
@@ -64,13 +62,13 @@ def slowed(call, pause_s):
 def main(config):
     if config.name == "disturbed":
         Loader.at = slowed(Loader.at, 0.05)
-        run_job.evaluate = slowed(run_job.evaluate, 1.0)
+        job.evaluate = slowed(job.evaluate, 1.0)
         fsio.write_stream = slowed(fsio.write_stream, 1.0)
     return classify.Classify.main(config, classify.Params())
 """
 #: What the run is doing when a fault strikes. "starting" takes another fault, to make it start.
 MOMENTS = ("starting", "train", "evaluate", "checkpoint")
-#: A damaged node comes back after so long at the most, whether the run goes on without it or not.
+#: A damaged node comes back after so long at the most, whether the run continues without it or not.
 LONGEST_ABSENCE_S = 60
 RECOVERY_S = 400
 
@@ -99,7 +97,7 @@ class Disturber:
         closed, best = len(self.run.attempts()), self._best()
         began = time.monotonic()
         say(f"{kind}, at step {self.run.step()} of attempt {self.status.attempt} ({moment}, {self.status.nodes})")
-        mend = FAULTS[kind](self)
+        fix = FAULTS[kind](self)
         ends = kind not in PASSING
 
         def gets_on() -> bool:
@@ -109,15 +107,15 @@ class Disturber:
             return has_ended and self._is_training() and self.run.step() > best + SAVE_EVERY
 
         # A node returns at a random time, or once the run does without it, so that later faults find all nodes.
-        if mend is not None:
+        if fix is not None:
             back = time.monotonic() + self.dice.uniform(1, LONGEST_ABSENCE_S)
             try:
                 wait_for(lambda: gets_on() or time.monotonic() > back, RECOVERY_S, "the time of the node's return")
             finally:
-                mend()
+                fix()
         try:
             wait_for(gets_on, RECOVERY_S, f"new steps after {kind!r}")
-        except AssertionError:
+        except Exception:
             self._say_what_is_known()
             raise
         for attempt in self.run.attempts()[closed:]:
@@ -139,7 +137,7 @@ class Disturber:
             kill_a_rank(self)
             wait_for(lambda: self.status.attempt > attempt and self.status.state == moment, END_S, "a start")
             time.sleep(self.dice.uniform(0, 6))  # the random moment itself
-        elif moment == "checkpoint":  # which is written while the training goes on
+        elif moment == "checkpoint":  # which is written while the training continues
             wait_for(lambda: self._is_training() and [*self.run.checkpoints.glob("step-*.tmp-*")], END_S, moment)
         else:
             wait_for(lambda: self._is_training() and self.status.progress.phase == moment, END_S, moment)
@@ -168,7 +166,7 @@ class Disturber:
         return set(states) <= {"idle", "mixed", "allocated", "completing"}
 
 
-Mend = Callable[[], None]
+Fix = Callable[[], None]
 
 
 def kill_a_rank(it: Disturber) -> None:
@@ -183,20 +181,20 @@ def kill_the_supervisor(it: Disturber) -> None:
     os.kill(pid_of_supervisor(it.site, it.run), signal.SIGKILL)
 
 
-def kill_node(it: Disturber, node: str) -> Mend:
+def kill_node(it: Disturber, node: str) -> Fix:
     it.site.box.kill_node(node)
     return lambda: it.site.box.start_node(node)
 
 
-def kill_a_ranks_node(it: Disturber) -> Mend:
+def kill_a_ranks_node(it: Disturber) -> Fix:
     return kill_node(it, it.dice.choice([node for node in it.status.nodes if node != it.status.host]))
 
 
-def kill_the_batch_host(it: Disturber) -> Mend:
+def kill_the_batch_host(it: Disturber) -> Fix:
     return kill_node(it, it.status.host)
 
 
-def cut_a_node_off(it: Disturber) -> Mend:
+def cut_a_node_off(it: Disturber) -> Fix:
     node = it.dice.choice(sorted({*it.status.nodes, it.status.host}))
     it.site.box.cut_node(node)
     return lambda: it.site.box.join_node(node)
@@ -218,7 +216,7 @@ def restart_the_controller(it: Disturber) -> None:
     it.site.box.restart_slurmctld()
 
 
-FAULTS: Mapping[str, Callable[[Disturber], Mend | None]] = {
+FAULTS: Mapping[str, Callable[[Disturber], Fix | None]] = {
     "rank killed": kill_a_rank,
     "rank killed in a save": kill_a_rank,
     "rank stopped": stop_a_rank,

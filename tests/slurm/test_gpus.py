@@ -1,9 +1,7 @@
 """Jobs that ask for GPUs in each of sbatch's ways: every node's ranks see all GPUs that the job has there.
 
-The ways are the rows of the table in docs/launchers.md.
+The ways are the rows of the table in docs/gpu.md.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -70,8 +68,8 @@ class Way(NamedTuple):
 
 
 def ways() -> list[Way]:
-    page = (ROOT / "docs/launchers.md").read_text()
-    table = page.partition("### Requests for GPUs\n")[2].partition("|\n\n")[0].splitlines()
+    page = (ROOT / "docs/gpu.md").read_text()
+    table = page.partition("## Requests for GPUs\n")[2].partition("|\n\n")[0].splitlines()
     rows = [row.strip("| ").split(" | ") for row in table if row.startswith("| `")]
     return [
         Way(options.strip("`").split(), re.findall("`(.+?)`", seen), "".join(re.findall("from Slurm (.+) on", seen)))

@@ -3,8 +3,6 @@
 The run completes in its job. ``tests/dist/test_local_hangs.py`` tests that the result is an undisturbed run's.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -71,7 +69,7 @@ def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(si
     told = re.fullmatch(rf"{re.escape(doing)}(?: \(hangs\.py:\d+\))?, (\d+) s; 2 others in {where}", named.how)
     assert told is not None, named
     assert int(told[1]) >= TIMEOUT_S / 2
-    why = site.run("toolkit", "why", run.id)
+    why = site.run("toolkit", "why", run.id, "--all")
     assert f"rank {rank} on {NODES[rank]}, attempt 1: {named.how}" in why
     assert ("in hang_for_ever" in why) == (story != "stopped")
     assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")

@@ -3,8 +3,6 @@
 CI runs a sample; ``make soak`` all of them, on every Slurm version.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -86,7 +84,7 @@ def test_a_script_is_stopped_resumed_as_its_components_and_cancelled(site: Site)
     project = slow_project(site, 0.0)
     (project / "jobs/slow.py").write_text(UNEQUAL)
     shutil.copytree(ROOT / "sbatch", project / "sbatch")
-    script = ["sbatch/ddp_het.sh", "slow.yaml", "data.share=auto", "train.epochs=1000"]
+    script = ["sbatch/ddp_het.sh", "slow.yaml", "data.balance=auto", "train.epochs=1000"]
     site.run("sbatch", f"--output={site.folder}/out", *script, cwd=project)
     run = site.only_run()
     reached(run, 80)
@@ -171,7 +169,7 @@ def test_follow_up_jobs_have_the_components_too(site: Site) -> None:
 @pytest.mark.soak
 def test_at_its_time_limit_it_goes_on_in_another_start(site: Site) -> None:
     project = slow_project(site, 0.3)
-    run = start(site, project, "cluster.time_min=1", "cluster.signal_delay_s=10")
+    run = start(site, project, "cluster.time_min=1", "cluster.save_before_limit_s=10")
     completed(site, run)
     assert {attempt.cause for attempt in run.attempts()[:-1]} == {"timeout"}
     nothing_lost(run)

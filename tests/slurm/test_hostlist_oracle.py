@@ -1,7 +1,5 @@
 """Host lists against scontrol itself: many random cases through a few processes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

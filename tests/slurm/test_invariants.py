@@ -1,12 +1,10 @@
 """The invariants of tests/slurm/schedules.py under random schedules.
 
-A run that no user ended goes on, one that a user ended does not, and each has one writer.
+A run that no user ended continues, one that a user ended does not, and each has one writer.
 
 ``make soak`` plays TOOLKIT_SCHEDULES schedules, 300 by default, on each of its four kinds of box. TOOLKIT_SEED repeats
 one (not its exact moments: those are the machine's, too).
 """
-
-from __future__ import annotations
 
 import os
 import random

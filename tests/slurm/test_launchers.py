@@ -1,7 +1,5 @@
 """What the processes of a script get when it ends: the tables of docs/launchers.md, cell by cell."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +85,7 @@ def test_a_script_saves_in_the_time_that_there_is(site: Site, start: str, leader
     (site.folder / "save.py").write_text(SAVES)
     (site.folder / "train.sh").write_text("python save.py\ntouch next\n")
     site.give(site.folder)
-    command = shlex.join(["toolkit", "exec", "--name=cell", "cluster.signal_delay_s=20", "--", *LEADERS[leader]])
+    command = shlex.join(["toolkit", "exec", "--name=cell", "cluster.save_before_limit_s=20", "--", *LEADERS[leader]])
     STARTS[start](site, command, "--nodes=1", "--ntasks=1", "--nodelist=node2", *options)
     wait_for(lambda: list(site.folder.glob("up-*")), START_S, "the script")
     act(site)

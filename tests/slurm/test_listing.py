@@ -3,8 +3,6 @@
 The runs of live jobs are kept.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

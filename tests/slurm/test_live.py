@@ -1,7 +1,5 @@
 """Requests to a training run of two nodes: its stacks, profiles. They survive the supervisor's death."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

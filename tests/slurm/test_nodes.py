@@ -1,11 +1,9 @@
 """Nodes that die or are cut off, and a killed supervisor.
 
-Runs have spares, may go on with fewer nodes, or neither.
+Runs have spares, may continue with fewer nodes, or neither.
 
 CI runs a sample; ``make soak`` all of them, on every Slurm version and profile.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -82,14 +80,16 @@ def jobs_of(run: RunDir) -> set[tuple[str, int]]:
     return {(a.job_id, a.restart_count) for a in run.attempts()}
 
 
-# -------------------------------------------------------------------------------------------------------- a dead node
+def attempts_without(site: Site, run: RunDir, node: str) -> list[AttemptRecord]:
+    """Kill a node; return the attempts of the run, which ends as if undisturbed."""
+    with killed(site, node) as since:
+        print(f"first new step after {first_new_step(run, since):.1f} s")
+        return ended_as_undisturbed(site, run)
 
 
 def test_a_spare_stands_in_for_a_dead_node(site: Site) -> None:
     run = start(site, *SPARE)
-    with killed(site, "node2") as since:
-        print(f"first new step after {first_new_step(run, since):.1f} s")
-        first, last = ended_as_undisturbed(site, run)
+    first, last = attempts_without(site, run, "node2")
     assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
     assert last.nodes == ("node1", "node3")
     assert len(jobs_of(run)) == 1
@@ -99,40 +99,28 @@ def test_a_spare_stands_in_for_a_dead_node(site: Site) -> None:
 @pytest.mark.soak
 def test_with_fewer_nodes_allowed_the_run_goes_on_with_those_that_are_left(site: Site) -> None:
     run = start(site, *FEWER)
-    with killed(site, "node2") as since:
-        print(f"first new step after {first_new_step(run, since):.1f} s")
-        first, last = ended_as_undisturbed(site, run)
+    first, last = attempts_without(site, run, "node2")
     assert (first.cause, first.decision) == ("node_failure", "restart")
     assert (last.nodes, last.world_size) == (("node1",), 1)
     assert len(jobs_of(run)) == 1
 
 
-@pytest.mark.soak
-def test_with_neither_slurm_requeues_the_job_and_the_run_goes_on(site: Site) -> None:
-    run = start(site, *NEITHER)
-    with killed(site, "node2") as since:
-        print(f"first new step after {first_new_step(run, since):.1f} s")
-        first, last = ended_as_undisturbed(site, run)
-    assert (first.cause, first.decision) == ("node_failure", "requeue")
-    assert "node2" not in last.nodes
-    assert last.restart_count == 1
-
-
 @pytest.mark.parametrize(
-    "how",
+    ("how", "node"),
     [
-        pytest.param(SPARE, id="spare"),
-        pytest.param(FEWER, id="fewer", marks=pytest.mark.soak),
-        pytest.param(NEITHER, id="neither", marks=pytest.mark.soak),
+        pytest.param(SPARE, "node1", id="the batch host, spare"),
+        pytest.param(FEWER, "node1", id="the batch host, fewer", marks=pytest.mark.soak),
+        pytest.param(NEITHER, "node1", id="the batch host, neither", marks=pytest.mark.soak),
+        pytest.param(NEITHER, "node2", id="neither", marks=pytest.mark.soak),
     ],
 )
-def test_the_batch_host_dies(site: Site, how: tuple[str, ...]) -> None:
+def test_a_job_without_batch_host_or_spare_is_requeued_and_its_run_goes_on(
+    site: Site, how: tuple[str, ...], node: str
+) -> None:
     run = start(site, *how)
-    with killed(site, "node1") as since:
-        print(f"first new step after {first_new_step(run, since):.1f} s")
-        first, last = ended_as_undisturbed(site, run)
+    first, last = attempts_without(site, run, node)
     assert (first.cause, first.decision) == ("node_failure", "requeue")
-    assert "node1" not in last.nodes
+    assert node not in last.nodes
     assert last.restart_count == 1
 
 
@@ -142,9 +130,6 @@ def test_a_dead_spare_is_no_matter(site: Site) -> None:
     with killed(site, "node3"):
         (only,) = ended_as_undisturbed(site, run)
     assert only.nodes == ("node1", "node2")
-
-
-# ------------------------------------------------------------------------------------- a node that cannot start ranks
 
 
 @contextmanager
@@ -202,9 +187,6 @@ def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: S
         site.run(*advice.split())
         assert completed(site, run).step == 20
     assert "node1" not in run.attempts()[0].nodes
-
-
-# ---------------------------------------------------------------------------------------------------- a drained node
 
 
 @contextmanager
@@ -281,9 +263,6 @@ def nodes(node_list: str) -> str:
     return f"cluster.extra={json.dumps({'nodelist': node_list})}"
 
 
-# ------------------------------------------------------------------------------------------------- state in memory
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_state_in_memory_saves_the_steps_of_a_killed_rank_and_of_a_dead_node(site: Site, strategy: str) -> None:
     """Nothing is on the disk before the end. What a spare starts from is in the memory of the other node."""
@@ -300,9 +279,6 @@ def test_state_in_memory_saves_the_steps_of_a_killed_rank_and_of_a_dead_node(sit
     assert last.step_start >= second.step_end - 2  # and the last copy may not have come to the partner
     assert last.nodes == ("node1", "node3")
     assert all("resuming from memory" in run.rank_log(attempt, 0).read_text() for attempt in (2, 3))
-
-
-# ----------------------------------------------------------------------------------------------------- a cut-off node
 
 
 @pytest.mark.parametrize(
@@ -355,9 +331,6 @@ def test_a_batch_host_that_returns_as_slurm_gives_it_up_leaves_no_orphaned_job(s
 
 def hosts_of(site: Site, job: str) -> list[str]:
     return hostlist.expand(site.box.job(job)["NodeList"])
-
-
-# ------------------------------------------------------------------------------------------------- a dead supervisor
 
 
 def is_another(run: RunDir, pid: int) -> bool:

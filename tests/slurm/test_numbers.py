@@ -1,7 +1,5 @@
 """A job is known by its cluster and its script, and not by its number alone."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 It ends as an undisturbed one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

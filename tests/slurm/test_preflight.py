@@ -1,7 +1,5 @@
 """`toolkit doctor` on sick nodes: it names the right node and reason, and no other."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A secret of a run on Slurm: the ranks have it, readable places do not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`toolkit shell` on a real Slurm: the nodes, the environment and the sources of a run, and nothing left over."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter

@@ -4,8 +4,6 @@ The ranks run a loop of their own, with data workers that have started programs.
 after a stop, and the cause that is named is the true one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -83,7 +81,7 @@ PHASES = ("queue", "shell", "python", "no agents", *IN_SCRIPT)
 
 @contextlib.contextmanager
 def processes_held(site: Site, phase: str) -> Iterator[None]:
-    """Stop again and again what comes after the phase, and let it go on in the end."""
+    """Stop again and again what comes after the phase, and let it continue in the end."""
     words = {"python": "submitit.core._submit", "no agents": "toolkit.nodes.agent.node"}.get(phase)
     if words is None:
         yield

@@ -1,7 +1,5 @@
 """The report of `toolkit doctor` on a site, beside its slurm.conf and a proof run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -20,11 +18,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 PROVE_S = 240
 
 
-def doctor(site: Site, *arguments: str, **env: str) -> dict[str, Any]:
+def doctor(site: Site, *arguments: str, timeout_s: float = PROVE_S, **env: str) -> dict[str, Any]:
     """What it prints as JSON, with its exit code. The user's home is the story's folder."""
     env = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **env}
     argv = ["toolkit", "doctor", "--json", *arguments]
-    done = site.box.run(argv, env=env, user=site.user, cwd=site.folder, check=False, timeout=PROVE_S)
+    done = site.box.run(argv, env=env, user=site.user, cwd=site.folder, check=False, timeout=timeout_s)
     assert done.stdout, done.stderr
     return {"code": done.returncode, "log": done.stderr, **json.loads(done.stdout)}
 
@@ -62,7 +60,7 @@ def test_the_site_is_as_slurm_conf_has_it_and_init_makes_defaults_of_it(site: Si
         assert (part["memory_mb"], part["gpus"]) == (site.box.spec.memory_mb, 2 * site.box.spec.strict)
     # A submission uses these defaults.
     home = str(site.folder)
-    site.run("toolkit", "init", HOME=home)
+    site.run("toolkit", "site", "init", HOME=home)
     dry_run = ["toolkit", "submit", "configs/digits_ddp.yaml", "--dry-run"]
     assert "#SBATCH --partition=main" in site.run(*dry_run, HOME=home)
 
@@ -113,6 +111,17 @@ def test_a_run_on_two_nodes_proves_what_the_site_promises(site: Site) -> None:
     waited_s = float(re.search(r"after (\d+) s", proofs["coming back"]["text"])[1])
     assert waited_s >= answer["site"]["requeue_delay_s"] - 2
     assert not list(site.runs.glob("doctor/*"))  # a run that has proven all is removed
+
+
+@pytest.mark.soak
+def test_the_evidence_of_two_nodes_has_a_preemption_and_a_spare(site: Site) -> None:
+    answer = doctor(site, "--prove", "--gpus", "--nodes", "2", timeout_s=1200)
+    proofs = proofs_of(answer)
+    untried = {name for name, proof in proofs.items() if proof["is_proven"] is None}
+    assert untried == {"matrix products", "copies from the host", "other interfaces"}, answer
+    assert answer["code"] == 0, answer
+    assert proofs["preempt and resume, bit for bit"]["text"] == "30 steps after 1 resumes: IDENTICAL"
+    assert proofs["spare node used"]["text"] == "1 nodes replaced"
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Nodes that run from their copies of the environment, also after a killed copy process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

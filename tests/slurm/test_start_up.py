@@ -3,8 +3,6 @@
 They add up to the time by the user's own clock and the script's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

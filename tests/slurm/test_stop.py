@@ -3,8 +3,6 @@
 ``make test`` runs a sample. ``make soak`` runs all on every Slurm version and profile, and repeats the random ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -90,14 +88,12 @@ def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> RunResult:
     return result
 
 
-# ------------------------------------------------------------------------------------------------------- preemption
-
-
 def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
     """Preempt a run ``times`` times. All but the first come at a random moment after a restart; nothing is lost."""
     print(f"seed {seed}")
     moments = random.Random(seed)
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=1500")
+    tell = ["notify.command=[sh, -c, 'echo $TOOLKIT_EVENT']", "notify.when=[first_step, preemption, end]"]
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=1500", *tell)
     reached(run, 50)
     site.preempt()
     attempts_of(run, 1, 20)  # not only at the end of the grace time of 30 s, when Slurm tells the batch host, too
@@ -116,6 +112,8 @@ def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
     assert all(a.decision == "requeue" for a in preempted)
     nothing_lost(run)
     assert result.step == 1500
+    expected = ["first_step", *["preemption"] * len(preempted), "end"]
+    wait_for(lambda: (run.logs / "notify.log").read_text().split() == expected, 30, f"the notices {expected}")
 
 
 def test_preempted_in_the_grace_time_it_commits_and_comes_back_with_nothing_lost(site: Site) -> None:
@@ -139,7 +137,7 @@ def came_back(run: RunDir) -> None:
 def test_where_preemption_cancels_a_follow_up_job_takes_over_without_any_message(site: Site) -> None:
     """Without grace only KillWait separates the first signal from the end. A busy batch host needs longer.
 
-    The supervisor and its guard are stopped again and again, as the SIGCONT that Slurm sends first lets them go on.
+    The supervisor and its guard are stopped again and again, as the SIGCONT that Slurm sends first lets them continue.
     """
     run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300", "cluster.partition=cancel")
     wait_for(lambda: run.step() >= 50, END_S, "step 50")
@@ -273,15 +271,13 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     # resumed, taken away again, and its follow-up job cancelled: the run says what to do
     site.run("toolkit", "resume", run.id)
     wait_for(lambda: run.status().attempt == 3, END_S, "attempt 3")
-    owner = run.owner()
-    assert owner is not None
-    site.run("scancel", owner.follow_ups[0])
+    site.run("scancel", run.owner().follow_ups[0])
     site.preempt(seconds=1)
     result = wait_for(run.result, END_S, "a result")
     assert result.state == "stopped"
     assert "preempted" in result.why
     assert "Slurm did not take it back" in result.why
-    assert f"`toolkit resume {run.id}` goes on" in site.run("toolkit", "why", run.id)
+    assert f"`toolkit resume {run.id}` continues" in site.run("toolkit", "why", run.id)
     nothing_lost(run)
 
 
@@ -353,9 +349,6 @@ def test_preempted_without_grace_it_comes_back(ungraceful: Site) -> None:
     came_back(run)
 
 
-# ---------------------------------------------------------------------------------------------------------- signals
-
-
 def to_one_rank(site: Site, job: str) -> None:
     os.kill(site.ranks("node2")[0], signal.SIGUSR1)
 
@@ -387,19 +380,16 @@ def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
     nothing_lost(run)
 
 
-# ------------------------------------------------------------------------------------------------------- time limit
-
-
 #: At 0.1 s a step. Start and stop take something of a limit, too.
 STEPS_IN_A_MINUTE = 600
 
 
 def run_in_links(site: Site, steps: int, limit_min: int, *delays_s: int) -> None:
-    """Run ``steps`` steps of 0.1 s under a time limit, for each ``cluster.signal_delay_s`` at once."""
+    """Run ``steps`` steps of 0.1 s under a time limit, for each ``cluster.save_before_limit_s`` at once."""
     project, links = slow_project(site, 0.1), -(-steps // (limit_min * STEPS_IN_A_MINUTE))
     size = ["train.epochs=1000", f"train.max_steps={steps}", f"cluster.time_min={limit_min}"]
     for delay_s in delays_s:
-        delay = [f"name=delay-{delay_s}", f"cluster.signal_delay_s={delay_s}"]
+        delay = [f"name=delay-{delay_s}", f"cluster.save_before_limit_s={delay_s}"]
         site.run("toolkit", "submit", "slow.yaml", *size, *delay, cwd=project)
     for delay_s in delays_s:
         run = site.find(f"delay-{delay_s}")
@@ -418,9 +408,6 @@ def test_a_run_longer_than_its_limit_goes_on_in_links_without_any_signal(site: S
 def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site) -> None:
     # Limits of two minutes: beside other stories, on two cores, a start alone may take most of one.
     run_in_links(site, 4 * 2 * STEPS_IN_A_MINUTE, 2, 0, 30)
-
-
-# ------------------------------------------------------------------------------------------------- ended by somebody
 
 
 def in_the_queue(site: Site, run: RunDir) -> None:
@@ -468,7 +455,7 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
 
 
 def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(site: Site) -> None:
-    """The supervisor is stopped once its verdict is on disk. It goes on while its job is being cancelled."""
+    """The supervisor is stopped once its verdict is on disk. It continues while its job is being cancelled."""
     run = submit(site, slow_project(site, 0.02), "train.max_steps=3000")
     reached(run, 50)
     job, supervisor = site.job_of(run), pid_of_supervisor(site, run)
@@ -500,9 +487,6 @@ def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -
     nothing_lost(run)
 
 
-# ----------------------------------------------------------------------------------------------- crash, array, exec
-
-
 def test_a_crash_at_the_same_step_is_given_up_and_why_names_the_first_rank(site: Site) -> None:
     project = slow_project(site, 0.0)
     (project / "jobs/slow.py").write_text(WITH_A_BAD_SAMPLE)
@@ -512,7 +496,7 @@ def test_a_crash_at_the_same_step_is_given_up_and_why_names_the_first_rank(site:
     *restarts, last = [a.decision for a in run.attempts()]
     # Rank 0's last report may be a step late: the second attempt may seem to have come one step further.
     assert (restarts, last) in ((["restart"], "give_up"), (["restart", "restart"], "give_up"))
-    why = site.run("toolkit", "why", run.id)
+    why = site.run("toolkit", "why", run.id, "--all")
     assert "rank 1 on node2" in why
     assert "ValueError: bad sample" in why
     assert "in at" in why  # the traceback
@@ -605,9 +589,6 @@ def test_nothing_of_a_foreign_script_survives_its_job(site: Site, end: Callable[
     end(site, job)
     site.box.wait_job(job, 120)
     wait_for(lambda: not site.processes(), 60, "no process of ours on any node")
-
-
-# ------------------------------------------------------------------------------------------- troubles of the cluster
 
 
 def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:

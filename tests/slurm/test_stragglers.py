@@ -3,8 +3,6 @@
 Its rank gets a fraction of the processor, by SIGSTOP and SIGCONT.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -65,7 +63,7 @@ def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: S
     project = slow_project(site, 0.02)
     # QUICK shortens the span over which a rank must be slow, else the test would take minutes.
     (project / "jobs/quick.py").write_text(QUICK)
-    size = ["cluster.nodes=4", "job=jobs.quick", "train.log_every=20", "notify=[sh, -c, 'echo $TOOLKIT_STATE']"]
+    size = ["cluster.nodes=4", "job=jobs.quick", "train.log_every=20", "notify.command=[sh, -c, 'echo $TOOLKIT_STATE']"]
     size.append("cluster.preflight=false")  # it would put a node last whose core it finds slow
     site.run("toolkit", "submit", "slow.yaml", *size, cwd=project)
     run = site.only_run()

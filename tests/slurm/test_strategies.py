@@ -3,8 +3,6 @@
 Preempted in the middle, the run comes back and learns on.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm.site import END_S, Site, reached
@@ -14,7 +12,7 @@ from toolkit.metrics.goodput import PARTS
 pytestmark = pytest.mark.slurm
 
 FOUR = ["cluster.nodes=4", "cluster.tasks_per_node=1"]
-#: No checkpoint of its own: what the run goes on from is what the stop has saved.
+#: No checkpoint of its own: what the run continues from is what the stop has saved.
 DIGITS = [*FOUR, "train.epochs=100", "train.eval_every=1000", "checkpoint.every_steps=100000"]
 GPT = [*FOUR, "train.max_steps=150", "train.eval_every=150", "checkpoint.every_steps=100000"]
 CASES = {

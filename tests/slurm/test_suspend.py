@@ -1,7 +1,5 @@
 """Jobs that Slurm suspends for a while: for others (``PreemptMode=SUSPEND``), or by an administrator's ``scontrol``."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 AWAY_S = 30.0
 
 
-#: How Slurm holds a job up, and has it go on.
+#: How Slurm holds a job up, and has it continue.
 HOW = {
     "SUSPENDED": (["scontrol", "suspend"], ["scontrol", "resume"], "when Slurm resumes it"),
     "STOPPED": (["scancel", "--signal=STOP"], ["scancel", "--signal=CONT"], "after `scancel --signal=CONT {}`"),
@@ -53,7 +51,7 @@ def test_a_suspended_run_goes_on_as_if_nothing_had_been(site: Site, state: str) 
     reached(run, 50)
     with suspended(site, run, state):
         told = wait_for(lambda: told_of(site, run, f"running ({state})"), 20, "a new answer of Slurm's")
-        assert f"and the run goes on {HOW[state][2].format(site.job_of(run))}" in told
+        assert f"and the run continues {HOW[state][2].format(site.job_of(run))}" in told
     assert completed(site, run).step == 600
     assert [attempt.cause for attempt in run.attempts()] == ["completed"]
     assert state not in site.run("toolkit", "status", run.id)

@@ -3,8 +3,6 @@
 It has a preemption, a failed point that runs again, and a best point.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Ranks of neighbouring numbers are on nodes of one switch or block, as Slurm's topology plugin tells it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm.conftest import BoxFactory, visit

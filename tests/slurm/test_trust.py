@@ -3,8 +3,6 @@
 They are on the network of a run, in a shared folder, and have sources of their own.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from tests.slurm.site import END_S, START_S, Site, reached
 from tests.waiting import wait_for
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.user_requests import Intent
 
 pytestmark = pytest.mark.slurm
 

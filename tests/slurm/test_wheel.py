@@ -1,7 +1,5 @@
 """The wheel on a cluster, where there is no checkout."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm.site import Site

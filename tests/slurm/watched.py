@@ -1,7 +1,5 @@
 """One run of a random schedule: actions on it, observations of it, and invariants."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A thousand hours of a node on bad networks: no node is taken for dead, and one that is gone is found in time."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest

@@ -1,7 +1,5 @@
 """A thousand runs of 64 ranks: all ranks stop at one step, and none hangs."""
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 

@@ -4,8 +4,6 @@ python -m venv V && V/bin/pip install omegaconf pytest mlflow wandb
 TOOLKIT_REQUIRE_TRACKERS=1 V/bin/python -m pytest -m soak tests/soak/test_trackers.py
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -99,10 +97,10 @@ def test_a_server_of_wandb_that_fails_midway_gets_the_rest_later(wandb: WandbSer
     story.steps(1, 60)
     story.end()
     wandb.lines_left = taken
-    assert cli.main(["sync", story.run.id, "wandb"]) == EXIT_FAILED
+    assert cli.main(["upload", story.run.id, "wandb"]) == EXIT_FAILED
     assert len(wandb.histories.get(story.run.id, [])) <= taken
     wandb.lines_left = math.inf
-    assert cli.main(["sync", story.run.id, "wandb"]) == EXIT_DONE
+    assert cli.main(["upload", story.run.id, "wandb"]) == EXIT_DONE
     assert same(wandb.points(story.run.id), story.points(str))
     assert wandb.histories[story.run.id][0]["_timestamp"] == 1.8e9 + 0.25
 
@@ -112,7 +110,7 @@ def test_mlflow_shows_times_parameters_and_the_end_of_a_run(mlflow: Any) -> None
     story.start()
     story.steps(1, 40)
     story.end("failed")
-    assert cli.main(["sync", story.run.id, "mlflow", "--project", "p", "--all"]) == EXIT_DONE
+    assert cli.main(["upload", story.run.id, "mlflow", "--project", "p", "--all"]) == EXIT_DONE
     client = mlflow.MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("p").experiment_id])
     assert found.info.status == "FAILED"
@@ -129,7 +127,7 @@ def test_a_killed_command_neither_loses_nor_doubles(mlflow: Any, tmp_path: Path,
     story.steps(1, 2_000)
     story.end()
     env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
-    argv = [sys.executable, "-m", "toolkit", "sync", story.run.id, "mlflow"]
+    argv = [sys.executable, "-m", "toolkit", "upload", story.run.id, "mlflow"]
     root = str(Path(__file__).parents[2])
     mlflow.MlflowClient().search_experiments()  # the database is there
     with subprocess.Popen(argv, env={**env, "PYTHONPATH": root}) as process:
@@ -138,7 +136,7 @@ def test_a_killed_command_neither_loses_nor_doubles(mlflow: Any, tmp_path: Path,
             process.wait(kill_after_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
-    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
+    assert cli.main(["upload", story.run.id, "mlflow"]) == EXIT_DONE
     client = mlflow.MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert same(in_mlflow(mlflow, found.info.run_id), story.points(name_in_mlflow))
@@ -154,17 +152,17 @@ def test_a_server_that_is_away_costs_nothing(mlflow: Any, tmp_path: Path, capsys
     story.start()
     story.steps(1, 60)
     story.checkpoint(30)
-    assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_FAILED
+    assert cli.main(["upload", story.run.id, "mlflow"]) == EXIT_FAILED
     said = capsys.readouterr()
-    assert f"mlflow at {address}, experiment digits did not take the metrics" in said.err
+    assert f"mlflow at {address}, experiment digits did not accept the metrics" in said.err
     assert "hidden" not in said.err + said.out
     argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (tmp_path / "server.log").open("w") as log, subprocess.Popen(argv, stdout=log, stderr=log) as server:
         try:
-            wait_for(lambda: cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE, 180, "the server")
+            wait_for(lambda: cli.main(["upload", story.run.id, "mlflow"]) == EXIT_DONE, 180, "the server")
             story.end()
-            assert cli.main(["sync", story.run.id, "mlflow"]) == EXIT_DONE
+            assert cli.main(["upload", story.run.id, "mlflow"]) == EXIT_DONE
             [record] = story.run.trackers.glob("*.json")
             remote = json.loads(record.read_text())["remote"]
             assert same(in_mlflow(mlflow, remote), story.points(name_in_mlflow))

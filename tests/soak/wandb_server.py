@@ -4,8 +4,6 @@ It has only the part of wandb's interface that such runs need. It keeps the line
 wandb gives them, and answers GraphQL by the query's name.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Lines of attempts.jsonl, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.files.run_files import AttemptRecord

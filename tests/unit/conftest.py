@@ -1,7 +1,5 @@
 """What every unit test starts with. A log that is not set up, and no module of an earlier test's folder."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """Disks that fill up. One takes a given number of bytes, and the kernel itself refuses at the other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """Files that seem to belong to other users: only root could give them away."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Atomic, private, durable."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -10,9 +8,10 @@ import signal
 import stat
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -46,7 +45,7 @@ def test_what_a_library_writes_into_a_new_folder_is_private_too(tmp_path: Path) 
     """torch's DCP writes its files with the user's umask."""
     before = os.umask(0)
     try:
-        with fsio.new_path(tmp_path / "out") as path:
+        with fsio.atomic_path(tmp_path / "out") as path:
             (path / "deep").mkdir(parents=True)
             (path / "deep/file").write_text("x")
     finally:
@@ -127,9 +126,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_not_half_a_line(tm
     assert path.read_text() == '{"attempt": 1}\n'
     fsio.append_json_line(path, {"attempt": 2})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"attempt": 1}, {"attempt": 2}]
-
-
-# ------------------------------------------------------------------------------------------------------- PatientFile
 
 
 @pytest.fixture
@@ -284,8 +280,8 @@ def test_each_write_is_on_the_disk_before_and_after_its_rename(tmp_path: Path) -
 def test_a_users_umask_is_kept_for_what_their_own_programs_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fsio.UMASK_VARIABLE, raising=False)
     os.umask(0o027)
-    fsio.keep_private()
-    fsio.keep_private()  # as in a child of such a process
+    fsio.set_private_umask()
+    fsio.set_private_umask()  # as in a child of such a process
     assert (os.umask(0o077), fsio.users_umask()) == (0o077, "027")
     fsio.restore_umask()
     assert os.umask(0o022) == 0o027
@@ -319,3 +315,39 @@ def test_what_is_no_file_is_neither_opened_nor_waited_for(tmp_path: Path, flags:
         with pytest.raises(OSError, match=str(path)) as refused:
             fsio.open_regular(str(path), flags)
         assert refused.value.errno == errno.ENXIO
+
+
+def test_a_folder_that_another_process_removes_too_is_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, what the other one had not removed yet stayed, without an error."""
+    folder, unlink = tmp_path / "folder", os.unlink
+    folder.mkdir()
+    for name in "abcd":
+        (folder / name).touch()
+
+    def both(path: str, *args: object, **options: Any) -> None:
+        unlink(path, *args, **options)
+        monkeypatch.setattr(os, "unlink", unlink)
+        unlink(path, *args, **options)
+
+    monkeypatch.setattr(os, "unlink", both)
+    fsio.remove_tree(folder)
+    assert not folder.exists()
+    fsio.remove_tree(folder)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_files_are_as_they_were_after_an_error_also_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.write_text("before")
+    with suppress(ZeroDivisionError), fsio.unchanged_on_error(there, new, unless=lambda: False):
+        fsio.write_atomic(there, "after")
+        fsio.write_atomic(new, "after")
+        fsio.write_atomic(there, str(1 / 0))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert there.read_text() == "before"

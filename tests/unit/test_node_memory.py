@@ -1,7 +1,5 @@
 """How much memory a process may take. Read from files as Linux writes them, and from those of this machine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -43,8 +41,8 @@ def test_the_least_limit_of_the_node_and_its_own_groups_counts(
             limit_file, use_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         (folder / limit_file).write_text(f"{limit if limit == 'max' else int(limit) * MIB}\n")
         (folder / use_file).write_text(f"{used * MIB}\n")
-    assert this_node.total_bytes(proc, tmp_path / "groups") == total * MIB
-    assert this_node.available_bytes(proc, tmp_path / "groups") == left * MIB
+    assert this_node.total_memory_bytes(proc, tmp_path / "groups") == total * MIB
+    assert this_node.available_memory_bytes(proc, tmp_path / "groups") == left * MIB
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_the_page_cache_is_free_and_shared_memory_is_not(
     (group / use).write_text(f"{63 * MIB}\n")
     mib = {"inactive_anon": 9, "active_anon": 4, "inactive_file": 30, "active_file": 20, "file": 59, "shmem": 9}
     (group / "memory.stat").write_text("".join(f"{prefix}{name} {size * MIB}\n" for name, size in mib.items()))
-    assert this_node.available_bytes(proc, tmp_path / "groups") == 51 * MIB
+    assert this_node.available_memory_bytes(proc, tmp_path / "groups") == 51 * MIB
 
 
 @pytest.mark.parametrize(
@@ -93,5 +91,5 @@ def test_kills_for_lack_of_memory_are_counted(tmp_path: Path, own: str, mount: s
 
 def test_this_machine_has_no_more_than_the_c_library_says() -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < this_node.total_bytes() <= physical
-    assert 0 < this_node.available_bytes() <= physical
+    assert 0 < this_node.total_memory_bytes() <= physical
+    assert 0 < this_node.available_memory_bytes() <= physical

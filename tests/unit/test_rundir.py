@@ -1,7 +1,5 @@
 """Runs are found by id, prefix, name and path. A restarted job finds its run."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -18,14 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.process_limits import ChangeLimits
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.files import error_file, records, rundir
-from toolkit.files.records import VERSION, FileRecord, Misfit
+from toolkit.files.records import VERSION, FileRecord, SchemaError
 from toolkit.files.run_files import (
-    AfterRecord,
     AttemptRecord,
+    DependencyRecord,
     OwnerRecord,
     RunProgress,
     RunResult,
@@ -38,8 +37,15 @@ from toolkit.files.run_files import (
 from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
 from toolkit.nodes.start.children import open_log
+from toolkit.plugins.sweep.sweep_folder import SweepDir
+from toolkit.plugins.testing.fake_slurm import FakeSlurm
+from toolkit.run.attempt import error_files
 from toolkit.run.job import nodes
-from toolkit.run.records import stop_request
+from toolkit.run.prepare import snapshot
+from toolkit.run.records import ownership, user_requests
+from toolkit.run.records.ownership import Claim
+from toolkit.run.requeue import follow_up
+from toolkit.slurm.jobs import JobRow
 
 
 @pytest.fixture
@@ -157,12 +163,11 @@ TORN = ["", "{", "\0" * 50, "\x9f", '{"state": "runn']
 
 
 @pytest.mark.parametrize("text", TORN)
-def test_a_torn_status_is_empty_and_says_why(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_status_is_empty_and_says_why(run: RunDir, text: str, caplog: pytest.LogCaptureFixture) -> None:
     """The status is never flushed to disk.
 
     After a power cut it may be empty, and the requeued job must start all the same.
     """
-    run = rundir.create("name", tmp_path)
     for name in ("status.json", "usage.json"):
         (run.path / name).write_bytes(text.encode("latin-1"))
     status = run.status()
@@ -178,20 +183,17 @@ def test_a_torn_status_is_empty_and_says_why(tmp_path: Path, text: str, caplog: 
     ]
 
 
-@pytest.mark.parametrize("text", ["[]", '"text"', "[" * 5000, '{"state": 5}'])
-def test_a_status_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
-    run = rundir.create("name", tmp_path)
-    (run.path / "status.json").write_text(text)
-    with pytest.raises(DamagedFileError, match=r"status\.json cannot be read: "):
-        run.status()
-
-
-@pytest.mark.parametrize("text", [*TORN, "[]", "{}", '{"state": "completing"}'])
-def test_a_result_that_does_not_fit_is_refused(tmp_path: Path, text: str) -> None:
-    run = rundir.create("name", tmp_path)
-    (run.path / "result.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DamagedFileError, match=r"result\.json cannot be read: .*; fix it, or move it away"):
-        run.result()
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("status", text) for text in ("[]", '"text"', "[" * 5000, '{"state": 5}')),
+        *(("result", text) for text in (*TORN, "[]", "{}", '{"state": "completing"}')),
+    ],
+)
+def test_a_status_or_result_of_another_shape_is_refused(run: RunDir, name: str, text: str) -> None:
+    (run.path / f"{name}.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DamagedFileError, match=rf"{name}\.json cannot be read: .*; fix it, or move it away"):
+        getattr(run, name)()
 
 
 def attempt(number: int) -> dict[str, object]:
@@ -200,10 +202,7 @@ def attempt(number: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("line", [b"\0" * 300, b'{"attempt": 2', b'{"attempt": 2, "nodes": "n\xc3'])
-def test_a_last_line_that_was_cut_off_is_left_out_and_its_number_is_not_given_again(
-    tmp_path: Path, line: bytes
-) -> None:
-    run = rundir.create("name", tmp_path)
+def test_a_last_line_that_was_cut_off_is_left_out_and_its_number_is_not_given_again(run: RunDir, line: bytes) -> None:
     run.add_attempt(AttemptRecord.from_json(attempt(1)))
     with (run.path / "attempts.jsonl").open("ab") as file:
         file.write(line)  # attempt 2's
@@ -215,8 +214,7 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_its_number_is_not_given_ag
     assert [line.attempt for line in run.attempts()] == [1, 3]
 
 
-def test_a_last_line_that_lacks_only_its_line_break_counts(tmp_path: Path) -> None:
-    run = rundir.create("name", tmp_path)
+def test_a_last_line_that_lacks_only_its_line_break_counts(run: RunDir) -> None:
     (run.path / "attempts.jsonl").write_text(json.dumps(attempt(1)))
     assert [line.attempt for line in run.attempts()] == [1]
     run.add_attempt(AttemptRecord.from_json(attempt(2)))
@@ -224,8 +222,7 @@ def test_a_last_line_that_lacks_only_its_line_break_counts(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("line", [b"garbage\n", b"[2]\n", b'{"attempt": 2}\n', b"\n", b"[2]"])
-def test_any_other_line_that_does_not_fit_is_refused_by_its_number(tmp_path: Path, line: bytes) -> None:
-    run = rundir.create("name", tmp_path)
+def test_any_other_line_that_does_not_fit_is_refused_by_its_number(run: RunDir, line: bytes) -> None:
     run.add_attempt(AttemptRecord.from_json(attempt(1)))
     with (run.path / "attempts.jsonl").open("ab") as file:
         file.write(line)
@@ -233,8 +230,7 @@ def test_any_other_line_that_does_not_fit_is_refused_by_its_number(tmp_path: Pat
         run.attempts()
 
 
-def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
-    run = rundir.create("name", tmp_path)
+def test_thousands_of_nodes_make_a_short_line(run: RunDir) -> None:
     nodes = tuple(f"node{number}" for number in range(10_000))
     run.add_attempt(AttemptRecord(1, nodes, 0.0, 60.0, "crashed", "restart"))
     assert (run.path / "attempts.jsonl").stat().st_size < 600
@@ -243,8 +239,7 @@ def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["n[1", "n[5-1]", 7, ["n1"], "n[1-9999999]"])
-def test_what_is_no_host_list_is_named(tmp_path: Path, nodes: object) -> None:
-    run = rundir.create("name", tmp_path)
+def test_what_is_no_host_list_is_named(run: RunDir, nodes: object) -> None:
     fsio.append_json_line(run.path / "attempts.jsonl", {**attempt(1), "nodes": nodes})
     with pytest.raises(DamagedFileError, match=r"nodes: .* is not a host list"):
         run.attempts()
@@ -258,8 +253,79 @@ def test_a_damaged_note_of_a_jobs_run_is_an_error_and_no_new_run(tmp_path: Path,
         rundir.run_of_job("box-5", tmp_path)
 
 
-def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = rundir.create("name", tmp_path)
+@pytest.mark.parametrize("asks", ["the run of a job", "metrics"])
+def test_a_file_server_that_is_away_is_not_a_missing_file(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    """A job would start a new run, or its metrics be cut to nothing. On Python 3.14 every error is a False."""
+    rundir.remember_job(run, "box-5")
+    metrics = run.path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    stat = Path.stat
+
+    def away(path: Path, **options: bool) -> object:
+        if path in (run.path, metrics):
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", away)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)
+    calls = {
+        "metrics": lambda: JsonlSink(metrics, 1),
+        "the run of a job": lambda: rundir.run_of_job("box-5", run.path.parents[1]),
+    }
+    with pytest.raises(OSError, match="Input/output"):
+        calls[asks]()
+
+
+AWAY: dict[str, Callable[[RunDir], object]] = {
+    "a request is withdrawn": lambda run: user_requests.answer(run, "1-1", user_requests.Answer()),
+    "a request is answered": lambda run: user_requests.read_request(run, "1-1"),
+    "a submission's new settings": lambda run: ownership.adopt_config(run, "token"),
+    "who submitted": lambda run: Claim(run, run.owner()).note_command("job.sh"),
+    "what an option of the config asks for": lambda run: [*follow_up.options_of_job({}, JobRow("1", "RUNNING"), run)],
+    "whether a job has started": lambda run: follow_up.outcome_of("1", run, failed_job()),
+    "the sources": lambda run: snapshot.acting_on(run, "job", []),
+    "the newest owner": lambda run: run.last_owner_number(),
+    "the number of the next attempt": lambda run: run.next_attempt([]),
+    "what ranks say of their ends": lambda run: error_files.read_error_files(run.attempt_logs(1)),
+    "the arrays of a sweep": lambda run: SweepDir(run.path).arrays(),
+}
+
+
+def failed_job() -> FakeSlurm:
+    slurm = FakeSlurm()
+    slurm.start(slurm.sbatch(["--no-requeue", "job.sh"]))
+    slurm.finish("1", exit_code=1)
+    return slurm
+
+
+@pytest.mark.parametrize("what", AWAY)
+def test_nothing_is_decided_by_a_file_server_that_is_away(
+    run: RunDir, what: str, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    """On Python 3.14 a missing config was the defaults, and the follow-up job lost its ``cluster.extra``."""
+    change_limits(give_up_after_s=0.0)
+    run.write_owner(OwnerRecord(1, "token", "slurm", host="node1", pid=1, time=0.0))
+    kept = {run.path: None, run.path / "owner.json": None}
+    stat = Path.stat
+
+    def away(path: Path, **options: bool) -> object:
+        if path.is_relative_to(run.path) and path not in kept:
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", away)
+    for name in ("exists", "is_file", "is_dir"):
+        monkeypatch.setattr(Path, name, lambda path: False)
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))  # as from Python 3.13 on
+    monkeypatch.setattr(Path, "iterdir", away)
+    with pytest.raises(OSError, match="Input/output"):
+        AWAY[what](run)
+
+
+def test_a_file_replaced_on_another_node_is_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: Iterator[OSError | bytes] = iter([OSError(errno.ESTALE, "Stale file handle"), b'{"state": "running"}'])
 
     def read(path: Path, most_bytes: int) -> bytes:
@@ -284,7 +350,7 @@ def _part(run: RunDir) -> Path:
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(lambda run: run.take_number(1), id="an owner"),
+        pytest.param(lambda run: run.claim_owner_number(1), id="an owner"),
         pytest.param(_write_error, id="a rank's error file"),
         pytest.param(lambda run: open_log(run.rank_log(1, 0)), id="a rank's log"),
         pytest.param(lambda run: open_log(run.logs / "agent-node1.log"), id="an agent's log"),
@@ -313,17 +379,8 @@ def test_a_run_folder_that_is_away_is_not_made_anew(
 def test_an_id_tells_when_its_run_was_submitted(tmp_path: Path) -> None:
     before = int(time.time())
     moment = rundir.time_of_id(rundir.create("digits", tmp_path).id)
-    assert moment is not None
     assert before <= moment <= time.time()
     assert rundir.time_of_id("of another form") is None
-
-
-# ------------------------------------------------------------------------------------------------------------- records
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return rundir.create("name", tmp_path)
 
 
 STRAGGLER = {"host": "node1", "ranks": [1], "ratio": 1.5, "since": 1.0, "until": None}
@@ -346,12 +403,13 @@ STATUS: dict[str, Any] = {
     "tasks": [2],
     "world_size": 2,
     "bad_nodes": {"node2": "sick"},
-    "ailing_nodes": {"node3": "hot"},
+    "degraded_nodes": {"node3": "hot"},
     "started": 1.0,
     "start": START,
     "updated": 2.0,
     "stop": "user",
     "progress": {"step": 5, "loss": 0.5, "stragglers": [STRAGGLER], "metrics": {"eval/loss": None}},
+    "printed": {"step": 5, "checkpoint": "out/last.ckpt"},
     "submitted": 1.0,
     "goodput": {"training": 1.0},
     "start_up": {"queue": 1.0},
@@ -360,7 +418,7 @@ STATUS: dict[str, Any] = {
     "ended": 3.0,
     "supervised": True,
     "usage": USAGE,
-    "left_over": {"attempt": 3},
+    "interrupted": {"attempt": 3},
 }
 
 
@@ -460,7 +518,7 @@ FILES: dict[str, tuple[type[FileRecord], dict[str, Any], Callable[[RunDir], Any]
     "attempts.jsonl": (AttemptRecord, ATTEMPT, RunDir.attempts),
     "result.json": (RunResult, RESULT, RunDir.result),
     "point.json": (SweepPoint, POINT, RunDir.point),
-    "after.json": (AfterRecord, AFTER, RunDir.after),
+    "after.json": (DependencyRecord, AFTER, RunDir.dependencies),
     "owner.json": (OwnerRecord, OWNER, RunDir.owner),
     "submitit/submission.json": (Submission, SUBMISSION, RunDir.submission),
 }
@@ -555,16 +613,15 @@ def test_a_text_that_no_file_can_hold_is_read_without_what_is_odd(run: RunDir) -
     """What a rank has printed may be quoted in a file of the toolkit's own, which must not be unreadable by that."""
     put(run, "result.json", {"state": "failed", "why": "a\0b\udcffc", "metrics": {"caf\udce9": 1.0}})
     result = run.result()
-    assert result is not None
     assert (result.why, result.metrics) == ("a?b?c", {"caf?": 1.0})
 
 
 def test_messages_are_read_like_files() -> None:
     assert RunProgress.from_json({"step": 5, "loss": float("nan"), "time": 1.0}).loss is None
-    with pytest.raises(Misfit, match="epoch: -1 is not a count"):
+    with pytest.raises(SchemaError, match="epoch: -1 is not a count"):
         RunProgress.from_json({"step": 5, "epoch": -1})
     assert records.decode(list[list[int]], [[1], []]) == [[1], []]
-    with pytest.raises(Misfit, match=r"^\[1\]\[0\]: \"x\" is not a count"):
+    with pytest.raises(SchemaError, match=r"^\[1\]\[0\]: \"x\" is not a count"):
         records.decode(list[list[int]], [[1], ["x"]])
 
 
@@ -575,8 +632,8 @@ def test_a_run_is_over_in_a_state_that_only_a_user_ends() -> None:
 
 
 def test_a_request_and_a_bad_node_are_records_too(run: RunDir) -> None:
-    stop_request.ask(run, stop_request.Intent.CANCEL)
-    written = json.loads((run.path / "intent.json").read_text())
+    user_requests.record_intent(run, user_requests.Intent.CANCEL)
+    written = json.loads((run.path / "requests/intent.json").read_text())
     assert (written["version"], written["intent"], sorted(written)) == (1, "cancel", ["intent", "time", "version"])
     nodes.remember(run, "node1", "sick")
     nodes.remember(run, "node2", "dead")

@@ -1,7 +1,5 @@
 """Secrets: their sources, what is refused, and that no error shows one."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -34,7 +32,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(secrets: dict[str, str]) -> str:
-    config = JobConfig(job=configs.FOREIGN_JOB, secrets=secrets)
+    config = JobConfig(job=configs.SCRIPT_JOB, secrets=secrets)
     with pytest.raises(ConfigError) as caught:
         configs.validate(config)
     assert VALUE not in str(caught.value)
@@ -46,7 +44,7 @@ def test_a_rank_gets_the_secrets_of_its_files_and_of_its_environment(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "from-the-shell")
     secrets = {"API_TOKEN": str(token), "WANDB_API_KEY": "env"}
-    configs.validate(JobConfig(job=configs.FOREIGN_JOB, secrets=secrets))
+    configs.validate(JobConfig(job=configs.SCRIPT_JOB, secrets=secrets))
     assert "API_TOKEN" not in os.environ
     secret_values.give_to_rank(secrets)
     assert os.environ["API_TOKEN"] == VALUE

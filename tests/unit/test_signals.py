@@ -1,7 +1,5 @@
 """Stop signals: none is lost, none harms a moment at which it comes. None kills a process that has ended well."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -105,7 +103,7 @@ def test_an_earlier_handler_is_called_after_the_stop_for_the_signals_that_came()
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGUSR1)
     assert called == []  # a stop is saved first
-    signals.end_stopped()
+    signals.chain_to_previous()
     assert called == [signal.SIGUSR2]
     signal.raise_signal(signal.SIGUSR2)  # ignored: the process has ended well
 
@@ -120,7 +118,7 @@ def test_a_handler_that_a_script_sets_before_its_loop_is_kept_for_the_end() -> N
     assert heard == ["told"]
     signal.raise_signal(signal.SIGTERM)
     assert (heard, called) == (["told", "told"], [])
-    signals.end_stopped()
+    signals.chain_to_previous()
     assert called == [signal.SIGTERM]
 
 
@@ -152,9 +150,6 @@ def test_a_signal_during_the_interpreters_shutdown_does_not_change_the_exit_code
 
 def test_without_ignore_a_signal_during_the_interpreters_shutdown_does_kill() -> None:
     assert exit_code(signal.SIGTERM, "") == -signal.SIGTERM
-
-
-# ------------------------------------------------------------------------------------------------------------ children
 
 
 #: Starts a child in one way, sends it the signals as Slurm does, and tells which have ended it. Then ends it.

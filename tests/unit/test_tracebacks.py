@@ -1,7 +1,5 @@
 """A traceback shows the user's own lines, whatever it is buried in."""
 
-from __future__ import annotations
-
 import pickle
 import runpy
 import subprocess
@@ -68,14 +66,14 @@ def test_of_a_shape_error_the_users_lines_are_shown_and_torchs_are_one(shape_err
     assert "of torch, to linear.py:" in lines[-2]
     assert "site-packages" not in text
     assert len(lines) == 10
-    assert tracebacks.place(shape_error) == "models/net.py:10 in forward"
+    assert tracebacks.origin_frame(shape_error) == "models/net.py:10 in forward"
 
 
 def test_a_traceback_without_the_users_lines_is_whole() -> None:
     frame = 'File "/v/lib/python3.11/site-packages/torch/x.py", line 3, in f'
     text = f"Traceback (most recent call last):\n  {frame}\n    f()\n    ^^^\nE\n"
     assert tracebacks.folded(text) == [line for line in text.splitlines() if "^" not in line]
-    assert tracebacks.place(text) == "x.py:3 in f"
+    assert tracebacks.origin_frame(text) == "x.py:3 in f"
 
 
 def test_chains_groups_repeats_and_other_text_are_kept() -> None:
@@ -90,7 +88,7 @@ def test_chains_groups_repeats_and_other_text_are_kept() -> None:
     assert lines == [line for line in text.rstrip().splitlines() if "~^^" not in line]
     assert tracebacks.folded("no traceback") == ["no traceback"]
     assert tracebacks.folded("") == [""]
-    assert tracebacks.place("") is None
+    assert tracebacks.origin_frame("") is None
 
 
 TIMM = "site-packages/timm/dist.py:8 init_device"
@@ -117,9 +115,9 @@ def test_of_a_second_process_group_the_scripts_own_call_is_named(
         file, line, function = call.replace(" ", ":").split(":")
         text += f'  File "{file}", line {line}, in {function}\n    the line of {function}\n'
     twice = f"{text}ValueError: trying to initialize the default process group twice!\n"
-    assert tracebacks.place(twice) == own[of_group]
+    assert tracebacks.origin_frame(twice) == own[of_group]
     assert tracebacks.source(twice) == f"the line of {own[of_group].rpartition(' ')[2]}"
-    assert tracebacks.place(f"{text}ValueError: no rank\n") == own[of_another_error]
+    assert tracebacks.origin_frame(f"{text}ValueError: no rank\n") == own[of_another_error]
 
 
 CRASHES = """
@@ -140,15 +138,15 @@ def test_a_deadly_signal_is_placed_by_the_stack_that_faulthandler_prints(tmp_pat
     (tmp_path / "crash.py").write_text(CRASHES)
     command = [sys.executable, "-X", "faulthandler", "crash.py", *how]
     log = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
-    assert tracebacks.place_at_signal(log) == "crash.py:5 in crash"
-    assert tracebacks.place_at_signal("killed\n") is None
+    assert tracebacks.signal_frame(log) == "crash.py:5 in crash"
+    assert tracebacks.signal_frame("killed\n") is None
 
 
 def test_a_crash_in_a_thread_of_compiled_code_is_placed_by_the_main_thread() -> None:
     threads = ('"/usr/lib/python3.11/threading.py", line 331 in wait', '"t.py", line 9 in all_reduce')
     stacks = "\n\n".join(f"Thread 0x7f (most recent call first):\n  File {frame}" for frame in threads)
     log = f"Fatal Python error: Aborted\n\n{stacks}\n\nExtension modules: numpy (total: 1)\n"
-    assert tracebacks.place_at_signal(log) == "t.py:9 in all_reduce"
+    assert tracebacks.signal_frame(log) == "t.py:9 in all_reduce"
 
 
 def test_a_warning_that_others_cause_comes_once_a_minute(
@@ -156,7 +154,7 @@ def test_a_warning_that_others_cause_comes_once_a_minute(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    warnings = logs.SparseWarnings(logs.get("toolkit.somebody"))
+    warnings = logs.RateLimitedWarnings(logs.get("toolkit.somebody"))
     for _ in range(1000):
         warnings.warn("garbage: %d bytes", 7)
     now += 61.0
@@ -201,7 +199,7 @@ def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> Non
 
 
 def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
-    code = "import os\nfrom toolkit import hang\nhang.answer(0, {})\nos.kill(os.getpid(), hang.ASK)\n"
+    code = "import os\nfrom toolkit import hang\nhang.install_stack_dump(0, {})\nos.kill(os.getpid(), hang.ASK)\n"
     code += "print('on')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
 

@@ -1,7 +1,5 @@
 """Who may write where. The one check behind run folders, second places, rendezvous files and other users' sources."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd
@@ -12,7 +10,7 @@ import pytest
 from tests.unit.owners import STRANGER, give
 from toolkit.base import trust
 from toolkit.base.errors import RequestError
-from toolkit.base.trust import TRUST_VARIABLE, own_part, refuse_of_others
+from toolkit.base.trust import TRUST_VARIABLE, own_part, refuse_untrusted
 from toolkit.files import rundir
 
 
@@ -25,13 +23,13 @@ def place(tmp_path: Path) -> Path:
 
 def refused(path: Path) -> str:
     with pytest.raises(RequestError) as caught:
-        refuse_of_others(path, "the folder for runs")
+        refuse_untrusted(path, "the folder for runs")
     return str(caught.value)
 
 
 def test_what_is_ours_all_the_way_is_believed(place: Path) -> None:
-    refuse_of_others(place, "x")
-    refuse_of_others(place / "not" / "yet", "x")
+    refuse_untrusted(place, "x")
+    refuse_untrusted(place / "not" / "yet", "x")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o703])
@@ -47,7 +45,7 @@ def test_a_folder_above_may_be_open_to_all_if_it_is_sticky(place: Path) -> None:
     place.parent.chmod(0o777)
     assert f"others may write into {place.parent} (mode 0777)" in refused(place)
     place.parent.chmod(0o1777)
-    refuse_of_others(place, "x")
+    refuse_untrusted(place, "x")
 
 
 def test_a_group_that_may_write_is_refused_until_it_is_trusted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +55,7 @@ def test_a_group_that_may_write_is_refused_until_it_is_trusted(place: Path, monk
     monkeypatch.setenv(TRUST_VARIABLE, f"nobody, @{STRANGER}0")
     refused(place)
     monkeypatch.setenv(TRUST_VARIABLE, f"nobody, @{STRANGER}")
-    refuse_of_others(place, "x")
+    refuse_untrusted(place, "x")
 
 
 @pytest.mark.parametrize("where", ["place", "above"])
@@ -70,10 +68,10 @@ def test_what_somebody_else_owns_is_refused_until_they_are_trusted(
     assert f"{path} belongs to {STRANGER}" in words
     assert words.endswith(f"or, if you trust {STRANGER}, set {TRUST_VARIABLE}={STRANGER}")
     monkeypatch.setenv(TRUST_VARIABLE, str(STRANGER))
-    refuse_of_others(place, "x")
+    refuse_untrusted(place, "x")
     monkeypatch.delenv(TRUST_VARIABLE)
     trust.trust_owner(path)
-    refuse_of_others(place, "x")
+    refuse_untrusted(place, "x")
 
 
 def test_a_link_counts_with_its_owner_and_with_the_way_that_it_leads(
@@ -82,8 +80,8 @@ def test_a_link_counts_with_its_owner_and_with_the_way_that_it_leads(
     elsewhere = tmp_path / "open" / "ours"
     elsewhere.mkdir(parents=True)
     (place / "link").symlink_to("../../open/ours")
-    refuse_of_others(place / "link", "x")
-    refuse_of_others(place / "link" / "deeper", "x")
+    refuse_untrusted(place / "link", "x")
+    refuse_untrusted(place / "link" / "deeper", "x")
     elsewhere.parent.chmod(0o777)
     assert str(elsewhere.parent) in refused(place / "link" / "deeper")
     elsewhere.parent.chmod(0o755)
@@ -95,7 +93,7 @@ def test_links_in_a_circle_are_the_systems_own_error(place: Path) -> None:
     (place / "one").symlink_to("two")
     (place / "two").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links"):
-        refuse_of_others(place / "one" / "x", "x")
+        refuse_untrusted(place / "one" / "x", "x")
 
 
 def test_root_and_the_owner_of_the_file_system_are_trusted_above(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +103,7 @@ def test_root_and_the_owner_of_the_file_system_are_trusted_above(place: Path, mo
     """
     give(STRANGER, [place.parent], monkeypatch)
     monkeypatch.setattr(trust, "_file_system_owner", lambda path, device: STRANGER)
-    refuse_of_others(place, "x")
+    refuse_untrusted(place, "x")
     give(STRANGER, [place], monkeypatch)
     assert f"{place} belongs to {STRANGER}" in refused(place)  # but not for what is in question itself
 

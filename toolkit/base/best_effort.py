@@ -1,7 +1,7 @@
 """What only watches or advises must not end what it watches: its exceptions cost one line of a log each.
 
-The three places that make the parts of a process use it, and nothing else: :mod:`toolkit.run.supervise.parts`,
-:mod:`toolkit.nodes.agent.parts` and :mod:`toolkit.train.parts`.
+Only the places that make the parts of a process use it: :mod:`toolkit.run.supervise.supervisor_components`,
+:mod:`toolkit.nodes.agent.agent_components` and :mod:`toolkit.train.rank_components`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Part:
             try:
                 return None if self._part is None else getattr(self._part, method)(*args, **kwargs)
             except Exception as error:
-                log.error("%s has failed, and is not asked any more: %r", self._name, error)
+                log.error("%s has failed and is disabled: %r", self._name, error)
                 self._part = None
                 return None
 

@@ -10,8 +10,8 @@ _SLURMS = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 
 
 def in_units(seconds: float) -> str:
-    """Return the two largest units of a time: ``1 h 12 min``, ``9 s``."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return the two largest units of a time: ``1 h 12 min``, ``9 s``. Less than 0, by clocks that differ, is 0."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
@@ -21,13 +21,13 @@ def in_units(seconds: float) -> str:
 
 
 def in_one_unit(seconds: float) -> str:
-    """Return a time in seconds below two minutes, else in minutes: ``90 s``, ``12 min``."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    """Return a time in seconds below two minutes, else in minutes: ``90 s``, ``12 min``. Less than 0 is 0."""
+    return f"{max(0.0, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def as_clock(seconds: float) -> str:
-    """Return a time as a clock shows it: ``1:05:09``, ``5:09``."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return a time as a clock shows it: ``1:05:09``, ``5:09``. Less than 0 is 0."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 

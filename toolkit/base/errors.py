@@ -61,11 +61,11 @@ class ConfigError(RequestError):
 
     >>> toolkit.load_config(None, ["train.epoch=3"])
     Traceback (most recent call last):
-    toolkit.base.errors.ConfigError: argument 'train.epoch=3': unknown key 'train.epoch'; did you mean 'train.epochs'...
+    toolkit.base.errors.ConfigError: train.epoch: unknown key; did you mean 'train.epochs'...
     """
 
 
-class OnePassError(ConfigError):
+class ExtraForwardError(ConfigError):
     """A job calls the model again for a batch, but its strategy makes one pass."""
 
 
@@ -85,8 +85,8 @@ class RunNotFoundError(RequestError):
         self.sweep = sweep
 
 
-class TakenError(RequestError):
-    """Another process is submitting the run at this moment."""
+class RunLockedError(RequestError):
+    """Another process is submitting the run at this moment, or sends it to a tracker."""
 
 
 class DamagedFileError(RequestError):
@@ -132,6 +132,10 @@ class UnsavableStateError(CheckpointError):
     """
 
 
+class SaveGivenUpError(CheckpointError):
+    """A stop has given up a save, on this rank or another one, because it saves a later step."""
+
+
 class TrackerError(ToolkitError):
     """A tracker of experiments did not answer, or refused what was sent. The next sync sends what is missing."""
 
@@ -151,7 +155,7 @@ class NotFiniteError(JobCodeError):
 
 
 class StoppedError(ToolkitError):
-    """All ranks stopped at the same step as agreed. Their state is committed, and the run is to be continued."""
+    """All ranks stopped at the same step as agreed, or none was started. The run is to be continued as it is saved."""
 
     exit_code = EXIT_STOPPED
 
@@ -170,7 +174,7 @@ def shortened(text: str, most_chars: int = MOST_CHARS) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return ``"did you mean 'x'? "`` for the closest of ``valid`` to ``word``, or an empty string."""
     close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""

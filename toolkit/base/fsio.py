@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import io
 import json
 import logging
@@ -33,10 +34,26 @@ _log = logging.getLogger("toolkit.base.fsio")
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600
-#: Names the umask that the user's processes had before :func:`keep_private`.
+#: Names the umask that the user's processes had before :func:`set_private_umask`.
 UMASK_VARIABLE = "TOOLKIT_UMASK"
 #: No file of a run has a larger figure: sums of such would be infinite.
 FIGURES = 1e300
+
+
+#: What a file system says that has no links.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+
+
+def is_there(path: Path) -> bool:
+    """True if there is a file or folder of this name. Raises OSError where the disk does not say.
+
+    ``Path.exists`` and its kind answer False then, from Python 3.14 on: a file server that is away has no files.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def make_dir(path: Path, parents: int | None = None) -> Path:
@@ -68,6 +85,25 @@ def expand(path: str | Path) -> Path:
         return Path(path)
 
 
+def entries(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return what is in ``folder`` in order; nothing where there is none. Raises OSError where the disk does not say.
+
+    ``Path.glob`` finds nothing then, from Python 3.13 on.
+    """
+    try:
+        return sorted(path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def everything_below(folder: Path) -> Iterator[Path]:
+    """Yield all files and folders below ``folder`` in order; links are not followed. Raises OSError as `entries`."""
+    for path in entries(folder):
+        yield path
+        if stat.S_ISDIR(path.lstat().st_mode):
+            yield from everything_below(path)
+
+
 def files_below(folder: Path, pattern: str = "*") -> Iterator[Path]:
     """Yield the files below ``folder`` in order, except hidden ones and those in hidden folders."""
     for path in sorted(folder.rglob(pattern)):
@@ -91,7 +127,7 @@ def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
     return fd
 
 
-def keep_private() -> None:
+def set_private_umask() -> None:
     """Have files that this process makes be its user's alone. Keep the user's own umask for :func:`restore_umask`."""
     os.environ[UMASK_VARIABLE] = users_umask()
     os.umask(0o077)
@@ -117,12 +153,20 @@ def try_lock(path: Path) -> int | None:
 
     The lock ends when the file is closed, or with its process. A file system without locks keeps no process out.
     """
+    try:
+        return lock(path, fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+
+
+def lock(path: Path, options: int = 0) -> int:
+    """Wait for the lock ``path`` and return an open file that holds it, see :func:`try_lock`."""
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | options)
     except BlockingIOError:
         os.close(fd)
-        return None
+        raise
     except OSError:
         pass
     return fd
@@ -167,13 +211,19 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
 def unchanged_on_error(*paths: Path, unless: Callable[[], bool]) -> Iterator[None]:
     """Restore ``paths`` if the block fails; a path that did not exist is removed.
 
-    That needs no room: the disk may be full. Where ``unless`` says so they are another process's by now, and stay.
+    That needs no room, but on a file system without links: the disk may be full. Where ``unless`` says so they are
+    another process's by now, and stay.
     """
     kept = {path: path.with_name(f".{path.name}.kept-{secrets.token_hex(4)}") for path in paths}
     try:
         for path, copy in kept.items():
             with contextlib.suppress(FileNotFoundError):
-                os.link(path, copy)  # a link suffices: every writer here replaces a file, and never changes one
+                try:
+                    os.link(path, copy)  # a link suffices: every writer here replaces a file, and never changes one
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    shutil.copy2(path, copy)
         yield
     except BaseException:
         is_ours = not unless()
@@ -190,22 +240,22 @@ def unchanged_on_error(*paths: Path, unless: Callable[[], bool]) -> Iterator[Non
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Write ``value`` as indented JSON, by :func:`write_atomic`. What :func:`finite` leaves out becomes null."""
-    write_atomic(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n", durable=durable)
+    """Write ``value`` as indented JSON, by :func:`write_atomic`. NaN and infinities become null."""
+    write_atomic(path, json.dumps(nonfinite_to_none(value), indent=2, allow_nan=False) + "\n", durable=durable)
 
 
-def finite(value: Any) -> Any:
+def nonfinite_to_none(value: Any) -> Any:
     """Return ``value`` with None for each float beyond FIGURES. A diverged loss must not make a file unreadable."""
     if isinstance(value, float):
         return value if -FIGURES < value < FIGURES else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: nonfinite_to_none(item) for key, item in value.items()}
+    return [nonfinite_to_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def json_line(value: Any) -> bytes:
     """Return ``value`` as one line of JSON. NaN is as in :func:`write_json`."""
-    return (json.dumps(finite(value), allow_nan=False) + "\n").encode()
+    return (json.dumps(nonfinite_to_none(value), allow_nan=False) + "\n").encode()
 
 
 def append_json_line(path: Path, value: Any) -> None:
@@ -271,6 +321,31 @@ class PatientLines:
             self._unwritten.popleft()
 
 
+def create_once(path: Path, text: str) -> bool:
+    """Create ``path`` with ``text`` at one moment; False where it is there with another text.
+
+    Of several processes one creates it. A file server may do so and lose its answer: with the same text once more it is
+    True. A file system without links does not tell that file from another process's.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+            file.write(text)
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            write_stream(path, [text.encode()])
+    except FileExistsError:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            return read_text(path, errors="replace") == text
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
 def set_aside(path: Path) -> Path:
     """Rename ``path`` to a free name beside it, durably, and return that name."""
     aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
@@ -287,7 +362,7 @@ def rename_dir(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_path(path: Path, *, replaces_file: bool = False) -> Iterator[Path]:
+def atomic_path(path: Path, *, replaces_file: bool = False) -> Iterator[Path]:
     """Yield a free name beside ``path``. The file or folder written there becomes ``path``, durably, at the end.
 
     Raises FileExistsError if ``path`` exists, unless ``replaces_file``. If the block fails nothing new stays. Even what
@@ -316,7 +391,7 @@ def _refuse_existing(path: Path) -> None:
 
 def make_private_and_sync(path: Path) -> None:
     """Make what a library has written there private, and flush it. torch's DCP writes files with the user's umask."""
-    for each in (*(path.rglob("*") if path.is_dir() else ()), path):
+    for each in (*(everything_below(path) if path.is_dir() else ()), path):
         if each.is_dir():
             each.chmod(DIR_MODE)
             sync_dir(each)
@@ -350,9 +425,18 @@ def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Call
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and its content; it may be gone already."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    """Remove a folder and its content. All or some of it may be gone, or be removed by another process meanwhile."""
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+
+def remove_as(path: Path, name: Path) -> None:
+    """Remove a folder under another ``name``: half removed under its own, by a kill, it would look damaged."""
+    path.rename(name)
+    with contextlib.suppress(OSError):  # the disk may be full, which is why the folder is removed
+        sync_dir(name.parent)
+    remove_tree(name)
 
 
 class PatientFile:
@@ -401,7 +485,7 @@ class PatientFile:
         # Log the failure again with its end: a log on the same disk could not take the line before.
         if self._failed_since is not None:
             late_s = time.monotonic() - self._failed_since
-            _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error)
+            _log.warning("%s: written after %.0f s (%s); no data was lost", self._path, late_s, self._error)
             self._failed_since = None
 
     def sync(self) -> None:
@@ -425,7 +509,7 @@ class PatientFile:
         if self._failed_since is None:
             self._failed_since = time.monotonic()
             self._error = error.strerror or str(error)
-            _log.error("%s: %s; kept in memory and tried again", self._path, self._error)
+            _log.error("%s: %s; kept in memory, to be retried", self._path, self._error)
 
 
 #: The longest file that is read into memory, and the longest of those that grow with the run or with its model.
@@ -477,4 +561,4 @@ def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
     os.close(fd)
     if stat.S_ISDIR(found):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise OSError(errno.ENXIO, "it is a pipe or a device, and no file", path)
+    raise OSError(errno.ENXIO, "it is a pipe or a device, not a file", path)

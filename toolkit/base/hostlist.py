@@ -35,7 +35,7 @@ def expand(text: str) -> list[str]:
         start, entry, end = match.start(1), match[1], match.end()
         # The pattern stops at a bracket only if it has no partner.
         if end < len(text) and text[end] in "[]":
-            raise _error(text, end, "this bracket has no partner" if text[end] == "]" else "this bracket never closes")
+            raise _error(text, end, "unmatched bracket" if text[end] == "]" else "unclosed bracket")
         if not entry:
             break
         if "[" in entry:

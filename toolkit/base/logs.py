@@ -14,14 +14,14 @@ from toolkit.base.errors import MOST_CHARS, shortened
 LOGGER = logging.getLogger("toolkit")
 
 
-class VisibleFormatter(logging.Formatter):
+class EscapingFormatter(logging.Formatter):
     """Escapes what a terminal would take for a command, whatever text of others is in a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return terminal.visible(shortened(super().format(record), 4 * MOST_CHARS))
 
 
-class _CommandFormatter(VisibleFormatter):
+class _CommandFormatter(EscapingFormatter):
     def format(self, record: logging.LogRecord) -> str:
         return terminal.fitted(f"toolkit: {record.levelname.lower()}: {super().format(record)}", sys.stderr)
 
@@ -33,7 +33,7 @@ def setup(who: str = "") -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     head = f"%(asctime)s {who} " if who else "%(asctime)s "
-    handler.setFormatter(VisibleFormatter(head + "%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(EscapingFormatter(head + "%(levelname)s %(message)s", datefmt="%H:%M:%S"))
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
@@ -56,11 +56,11 @@ def add_file(path: Path) -> None:
     """Append the log to a private file as well, with full dates."""
     fd = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     handler = logging.StreamHandler(os.fdopen(fd, "a", buffering=1))
-    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
 
 
-class SparseWarnings:
+class RateLimitedWarnings:
     """Logs a kind of warning once a minute at most: others could fill a disk with what they cause."""
 
     EVERY_S = 60.0

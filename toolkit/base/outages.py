@@ -19,7 +19,7 @@ log = logs.get(__name__)
 T = TypeVar("T")
 
 
-def ask(call: Callable[[], T], what: str, wait_s: float | None = None) -> T | None:
+def retry_slurm(call: Callable[[], T], what: str, wait_s: float | None = None) -> T | None:
     """Return ``call()``, retried for ``wait_s``, or ``give_up_after_s``, while Slurm does not answer.
 
     Return None when Slurm refuses or the time is over. ``what`` says what is not known or not done then, for the log.
@@ -36,7 +36,7 @@ def ask(call: Callable[[], T], what: str, wait_s: float | None = None) -> T | No
         time.sleep(limits().retry_every_s)
 
 
-def persist(write: Callable[[], T], path: Path, doing: str = "written") -> T:
+def retry_write(write: Callable[[], T], path: Path, doing: str = "written") -> T:
     """Return ``write()``, retried until the disk under ``path`` takes it. Raises its OSError after the time limit.
 
     ``doing`` is what cannot be done, for the log.

@@ -15,11 +15,17 @@ class Limits:
     # A controller that does not answer, or a full disk.
     retry_every_s: float = 2.0
     give_up_after_s: float = 300.0  #: a job waits no longer
+    late_mount_s: float = 60.0  #: for checkpoints that were saved: a node may mount their file system late
 
     # The supervisor and its attempts.
     status_every_s: float = 0.5
+    #: A run's files on the shared disk are written and looked at this often once an attempt has lasted
+    #: ``files_often_s``: see `toolkit.files.polling`.
+    files_every_s: float = 5.0
+    watched_every_s: float = 1.0
+    files_often_s: float = 60.0
     #: A status that is older makes a command ask Slurm whether the job is over. Shared folders show files seconds late.
-    supervisor_quiet_s: float = 5.0
+    supervisor_quiet_s: float = 12.0
     supervisor_silent_s: float = 30.0  #: then the table of runs shows that the supervisor is silent
     #: Pause before a restart after an attempt that made no step. It doubles after each further one. A file system that
     #: is away for some seconds must not use up all restarts, which take only a second each.
@@ -34,13 +40,15 @@ class Limits:
     #: From the request to stop until the ranks are killed. They exit by themselves after FORCE_AFTER_S of
     #: ranks/session.py.
     stop_s: float = 150.0
-    foreign_stop_s: float = 30.0  #: a foreign script has it after SIGTERM at least, where Slurm leaves that
+    script_stop_s: float = 30.0  #: a user script has it after SIGTERM at least, where Slurm leaves that
     #: The controller answers with every node of the cluster, so one question is asked for the whole job, and rarely.
     ask_drained_every_s: float = 60.0
     #: The user's notice. The job holds its nodes meanwhile, and one that is cancelled has KillWait, 30 s by default.
     notice_s: float = 30.0
+    notice_before_requeue_s: float = 5.0  #: the grace time of a preemption continues
     #: How often Slurm is asked again about a job of which it did not say anything at the start.
     ask_of_job_every_s: float = 60.0
+    follow_up_every_s: float = 300.0  #: between two tries to submit a follow-up job
 
     # Agents and their ranks.
     #: The agents of a supervisor that has died return by then: first their ranks must end, which may hold GPUs.
@@ -59,7 +67,7 @@ class Limits:
     stacks_s: float = 3.0  #: ranks write their stacks; those that can do it within milliseconds
     look_for_stacks_every_s: float = 0.1
     gpu_answer_s: float = 15.0  #: a faulty driver may never answer
-    second_place_s: float = 300.0  #: for a piece of a copy. On a hard NFS mount a call returns when the server is back
+    mirror_s: float = 300.0  #: for a piece of a copy. On a hard NFS mount a call returns when the server is back
 
     # Checks of nodes, and copies to them.
     check_nodes_s: float = 30.0  #: a node that has not answered then is unknown
@@ -95,10 +103,13 @@ class Limits:
 
     # Trackers.
     upload_every_s: float = 5.0
-    upload_pause_s: float = 10.0  #: from a failure to the next start while the run goes on
+    upload_pause_s: float = 10.0  #: from a failure to the next start while the run continues
     last_upload_pause_s: float = 1.0  #: and once it has ended
     #: For the last points of a run that has ended. The job holds its nodes meanwhile, see ``notice_s``.
     last_points_s: float = 20.0
+
+    #: From a connection to the live page until it is closed, whatever the other side does.
+    page_request_s: float = 30.0
 
     # Sizes.
     snapshot_bytes: int = 200 * 2**20  #: a larger project is refused: it holds data, not only sources
@@ -128,12 +139,14 @@ class Limits:
 
 #: What must not be longer than another, or that is over before it can end.
 _IN_ORDER = (
-    ("status_every_s", "supervisor_quiet_s"),
+    ("status_every_s", "watched_every_s"),
+    ("watched_every_s", "files_every_s"),
+    ("files_every_s", "supervisor_quiet_s"),
     ("supervisor_quiet_s", "supervisor_silent_s"),
     ("first_pause_s", "longest_pause_s"),
     ("kill_again_s", "unkillable_s"),
     ("dying_s", "unkillable_s"),
-    ("foreign_stop_s", "stop_s"),
+    ("script_stop_s", "stop_s"),
     ("spares_checked_s", "check_nodes_s"),
 )
 _limits = Limits()
@@ -144,14 +157,14 @@ def limits() -> Limits:
     return _limits
 
 
-def change(**changed: float) -> Limits:
+def override(**changed: float) -> Limits:
     """Change limits of this process, as tests do, which cannot wait so long. Return those before."""
     global _limits
     before, _limits = _limits, replace(_limits, **changed)  # type: ignore[arg-type]
     return before
 
 
-def put_back(before: Limits) -> None:
-    """Undo what :func:`change` has changed since."""
+def restore(before: Limits) -> None:
+    """Undo what :func:`override` has changed since."""
     global _limits
     _limits = before

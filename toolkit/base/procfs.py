@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Life(IntEnum):
+class Liveness(IntEnum):
     """What can be seen of a process from here."""
 
     ALIVE = auto()
@@ -49,22 +49,22 @@ class ProcessIdentity:
     def __str__(self) -> str:
         return f"{self.host} {self.pid} {self.birth}".strip()
 
-    def life(self, seen: float = 0.0) -> Life:
+    def life(self, seen: float = 0.0) -> Liveness:
         """Return whether it lives. ``seen`` is the last time at which it is known to have lived."""
         stat = read(self.pid)
         if stat is not None and stat.has_ended:
             stat = None
         place, _, started = self.birth.rpartition(":")
         if place == _here():
-            return Life.ALIVE if stat and str(stat.started_ticks) == started else Life.ENDED
+            return Liveness.ALIVE if stat and str(stat.started_ticks) == started else Liveness.ENDED
         if self.host != socket.gethostname():
-            return Life.UNSEEN
+            return Liveness.UNSEEN
         if not place:  # another process may have got the pid
-            return Life.UNSEEN if stat else Life.ENDED
+            return Liveness.UNSEEN if stat else Liveness.ENDED
         # This machine was started again. Else it is another one of the same name, or another container on this one.
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         is_of_this_boot = place.partition(":")[0] == _here().partition(":")[0]
-        return Life.ENDED if seen < booted and not is_of_this_boot else Life.UNSEEN
+        return Liveness.ENDED if seen < booted and not is_of_this_boot else Liveness.UNSEEN
 
 
 @cache
@@ -107,7 +107,7 @@ class ProcessStat(NamedTuple):
         """Return the pid of the leader of its session."""
         return self.number(6)
 
-    def handles(self, number: int) -> bool:
+    def catches_signal(self, number: int) -> bool:
         """True if the process has a handler for a signal, one up to 31."""
         return bool(self.number(34) >> (number - 1) & 1)
 

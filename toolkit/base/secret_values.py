@@ -123,37 +123,50 @@ def _read(name: str, source: str) -> str:
         value = os.environ.get(name)
         if not value:
             state = "is not set" if value is None else "is empty"
-            raise _error(name, f"the variable {name} {state}; export it before you submit, or name a file")
+            raise _error(f"secrets.{name}", f"the variable {name} {state}; export it before you submit, or name a file")
         return value
+    return read_file(f"secrets.{name}", source)
+
+
+def read_file(key: str, source: str) -> str:
+    """Return the secret in a file of the user's. Raises ConfigError, with the key and the host, never the secret."""
     path = fsio.expand(source)
     try:
         fd = fsio.open_regular(str(path), os.O_RDONLY)
         try:
-            _refuse_open_file(name, path, os.fstat(fd))
+            _refuse_open_file(key, path, os.fstat(fd))
             content = os.read(fd, MOST_BYTES + 1)
         finally:
             os.close(fd)
     except OSError as error:
-        raise _error(name, f"{path} cannot be read: {error.strerror}; every node must see that file") from None
+        raise _error(key, f"{path} cannot be read: {error.strerror}; every node must see that file") from None
     try:
         value = content.decode().strip("\r\n")
     except UnicodeDecodeError:
         value = "\0"  # refused below, as other binary content is
     if not value or "\0" in value or len(content) > MOST_BYTES:
-        raise _error(name, f"{path} must hold the secret as text: it is empty, too long for a variable, or binary")
+        raise _error(key, f"{path} must hold the secret as text: it is empty, too long for a variable, or binary")
     return value
 
 
-def _refuse_open_file(name: str, path: Path, status: os.stat_result) -> None:
+def webhook(key: str, source: str) -> str:
+    """Return the address in a file of the user's. Raises ConfigError, which does not show it."""
+    address = read_file(key, source)
+    if not re.fullmatch(r"https?://[!-~]+", address):
+        raise _error(key, f"{fsio.expand(source)} must hold one line, an address that begins with https://")
+    return address
+
+
+def _refuse_open_file(key: str, path: Path, status: os.stat_result) -> None:
     """Refuse a file that others may read or write, or that belongs to someone else."""
     if status.st_uid != os.geteuid():
         owner = trust.user_name(status.st_uid)
         why = f"{path} belongs to {owner}; a secret is read from a file of your own: copy it, and chmod 600"
-        raise _error(name, why)
+        raise _error(key, why)
     if stat.S_IMODE(status.st_mode) & 0o077:
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
-        raise _error(name, f"others may read or change {path} (mode {mode}); close it: chmod 600 {path}")
+        raise _error(key, f"others may read or change {path} (mode {mode}); close it: chmod 600 {path}")
 
 
-def _error(name: str, text: str) -> ConfigError:
-    return ConfigError(f"secrets.{name}: on {socket.gethostname()}: {text}")
+def _error(key: str, text: str) -> ConfigError:
+    return ConfigError(f"{key}: on {socket.gethostname()}: {text}")

@@ -63,7 +63,7 @@ class StopSignals:
         elif callable(handler) and handler is not signal.default_int_handler:
             self.earlier[number] = handler
 
-    def call_earlier(self) -> None:
+    def call_previous(self) -> None:
         """Call the handlers that this one has replaced, for the signals that came. They may end the process."""
         for number in dict.fromkeys(self._seen):
             if number in self.earlier:
@@ -98,7 +98,7 @@ def ignore() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def end_stopped() -> None:
+def chain_to_previous() -> None:
     """Ignore the stop signals, and then call the handlers that were there before ours, such as submitit's.
 
     Call it when a stop has been saved. An earlier handler that requeues the job does so now, with nothing lost.
@@ -106,7 +106,7 @@ def end_stopped() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     ignore()
     if isinstance(handler, StopSignals):
-        handler.call_earlier()
+        handler.call_previous()
 
 
 def _taken() -> tuple[signal.Signals, ...]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -81,14 +83,20 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), _COLOURS.sub("", text))
 
 
-class VisibleStream:
-    """A text stream on which everything is visible. Apart from its writes it is the stream below, ``raw``."""
+class EscapingStream:
+    """A text stream on which everything is visible. Apart from its writes it is the stream below, ``raw``.
+
+    ``login``: the login node, for a laptop's user; the commands that they are advised to type are to run there.
+    """
 
     def __init__(self, raw: TextIO) -> None:
-        self.raw = raw
+        self.raw, self.login = raw, ""
+
+    def shown(self, text: str) -> str:
+        return visible(text.replace("`toolkit ", f"`toolkit --on {self.login} ") if self.login else text)
 
     def write(self, text: str) -> int:
-        self.raw.write(visible(text))
+        self.raw.write(self.shown(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -106,6 +114,23 @@ def guarded() -> Iterator[None]:
         yield
 
 
+def set_laptop_login(login: str) -> None:
+    """Have what is printed be for a user who is on a laptop, and reaches this machine as ``login``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, EscapingStream):
+            stream.login = login
+
+
+def login_from_laptop() -> str:
+    """Return the name by which a laptop reaches this machine (:func:`set_laptop_login`); "" for a user who is here."""
+    return sys.stdout.login if isinstance(sys.stdout, EscapingStream) else ""
+
+
+def user_path(path: Path) -> str:
+    """Return ``path`` as this command's user reaches it: on a laptop as scp and rsync take it."""
+    return shlex.quote(f"{login}:{path.absolute()}") if (login := login_from_laptop()) else str(path)
+
+
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
     """Leave the streams to a user's own code in here, which may draw a progress bar."""
@@ -114,11 +139,11 @@ def unguarded() -> Iterator[None]:
 
 
 def _over(stream: Any) -> Any:
-    return stream if stream is None or isinstance(stream, VisibleStream) else VisibleStream(stream)
+    return stream if stream is None or isinstance(stream, EscapingStream) else EscapingStream(stream)
 
 
 def _below(stream: Any) -> Any:
-    return stream.raw if isinstance(stream, VisibleStream) else stream
+    return stream.raw if isinstance(stream, EscapingStream) else stream
 
 
 #: How a terminal is told to show a colour.
@@ -151,7 +176,7 @@ class OneLine:
         else:
             print(text, flush=True)
 
-    def over(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Write lines over what is drawn. Nothing is done for an empty text."""
         if text:
             if self._is_terminal and self._shown:
@@ -171,9 +196,11 @@ def console(**options: Any) -> Console:
     from rich.console import Console
     from rich.segment import Segment
 
-    class VisibleConsole(Console):
+    stream = _over(sys.stdout)
+
+    class EscapingConsole(Console):
         def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
             for segment in super().render(*arguments, **options):
-                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+                yield segment if segment.control else Segment(stream.shown(segment.text), segment.style)
 
-    return VisibleConsole(file=_below(sys.stdout), **options)
+    return EscapingConsole(file=_below(stream), **options)

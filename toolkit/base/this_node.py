@@ -22,13 +22,13 @@ from toolkit.base.errors import RequestError
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def total_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+def total_memory_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     """Return the node's memory, or the least limit of this process's control groups."""
     limits = (limit for limit, _ in _limited(proc, groups))
     return min([_of_node("MemTotal", proc), *limits])
 
 
-def available_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+def available_memory_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     """Return the bytes that are left of the node's memory, or of the control group with the least left."""
     left = (limit - used for limit, used in _limited(proc, groups))
     return max(0, min([_of_node("MemAvailable", proc), *left]))
@@ -113,7 +113,7 @@ def is_shared(path: Path) -> bool:
     return file_system(path).removeprefix("fuse.") in SHARED
 
 
-def own_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]:
+def staging_folders(stage_dir: str | None, environ: Mapping[str, str]) -> list[Path]:
     """Return the folders of this node that may hold copies, the best first. Memory comes last."""
     if stage_dir is not None:
         return [fsio.expand(stage_dir)]
@@ -134,31 +134,31 @@ def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
     places = {"TRITON_CACHE_DIR": fsio.expand(triton_home), "TORCHINDUCTOR_CACHE_DIR": Path(scratch)}
     moved = [name for name, place in places.items() if name not in environ and is_shared(place)]
     # A folder that no one else may write. /tmp comes first: Slurm removes its own folder with the job.
-    for disk in sorted(own_folders(None, environ) if moved else (), key=lambda disk: disk != Path("/tmp")):
+    for disk in sorted(staging_folders(None, environ) if moved else (), key=lambda disk: disk != Path("/tmp")):
         folder = disk / f"toolkit-caches-{os.getuid()}" / f"torch-{torch_version.installed() or 'none'}"
         with contextlib.suppress(OSError, RequestError):
-            trust.refuse_of_others(fsio.make_dir(folder, parents=1), "the folder of compiled kernels")
+            trust.refuse_untrusted(fsio.make_dir(folder, parents=1), "the folder of compiled kernels")
             return {name: str(folder / name.partition("_")[0].lower()) for name in moved}
     return {}
 
 
-def hard_limit() -> int:
+def max_open_files() -> int:
     """Return the number of descriptors that this process can claim."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
-def claim_all() -> None:
+def raise_open_files() -> None:
     """Raise the soft limit of this process to the hard one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager
-def all_claimed() -> Iterator[None]:
+def raised_open_files() -> Iterator[None]:
     """Raise the soft limit to the hard one inside the context. Programs that are started later get the old one."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    claim_all()
+    raise_open_files()
     try:
         yield
     finally:

@@ -50,7 +50,7 @@ def _frame(match: re.Match[str]) -> Frame:
     return Frame(_COPY.sub("", file), int(match["line"]), match["function"] and match["function"].strip(), library)
 
 
-def place(text: str, start: int = 0) -> str | None:
+def origin_frame(text: str, start: int = 0) -> str | None:
     """Return the frame from which an exception comes: the last one of the user's code, or else of all.
 
     ``text`` ends with the traceback, or holds the exception below it. Return None where no frame follows ``start``.
@@ -59,17 +59,17 @@ def place(text: str, start: int = 0) -> str | None:
     return None if last is None else last.place
 
 
-def place_at_signal(text: str) -> str | None:
-    """Return :func:`place` of the stack that faulthandler has printed at a deadly signal. None without one."""
+def signal_frame(text: str) -> str | None:
+    """Return :func:`origin_frame` of the stack that faulthandler has printed at a deadly signal. None without one."""
     _, fatal, stacks = text.rpartition("Fatal Python error: ")
     # The thread that got the signal, if it was one of Python's; else the main thread, which comes last.
     stack = stacks.partition("Current thread ")[2] or stacks.rpartition("Thread ")[2]
     # Innermost frame last, as in a traceback.
-    return place("\n".join(reversed(stack.partition("\n\n")[0].split("\n")))) if fatal else None
+    return origin_frame("\n".join(reversed(stack.partition("\n\n")[0].split("\n")))) if fatal else None
 
 
 def source(text: str) -> str:
-    """Return the line of the program at :func:`place`. Empty if the traceback does not show it."""
+    """Return the line of the program at :func:`origin_frame`. Empty if the traceback does not show it."""
     frames = [(frame, part[1:]) for frame, part in _parts(text.rstrip().split("\n")) if frame is not None]
     last = _last([frame for frame, _ in frames], text)
     return next((part[0].strip() for frame, part in frames if frame is last and part), "")
@@ -135,7 +135,7 @@ def raised(text: str) -> Iterator[Raised]:
         at = found.end()
         begin = head.start() if begin is None else begin
         if not _CHAIN.match(text, at):
-            yield Raised(found["how"].rstrip(), place(text[head.start() : end]), text[begin:at], at)
+            yield Raised(found["how"].rstrip(), origin_frame(text[head.start() : end]), text[begin:at], at)
             begin = None
 
 

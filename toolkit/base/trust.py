@@ -21,7 +21,7 @@ TRUST_VARIABLE = "TOOLKIT_TRUST"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def refuse_of_others(path: Path, doing: str) -> None:
+def refuse_untrusted(path: Path, doing: str) -> None:
     """Raise RequestError if someone who is not trusted may change or replace ``path``.
 
     ``path`` itself must belong to a trusted user and be writable by no other. A folder above it may be writable by
@@ -56,7 +56,7 @@ def reason_against(path: Path) -> str | None:
     if status.st_uid in _trusted_users() and not _others_write(status):
         return None
     return (
-        f"{path} belongs to {user_name(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):04o}: somebody other "
+        f"{path} belongs to {user_name(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):04o}: users other "
         f"than {user_name(os.geteuid())} may write there"
     )
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from toolkit.base.errors import CheckpointError, UnsavableStateError, listing
+from toolkit.base.errors import CheckpointError, SaveGivenUpError, UnsavableStateError, listing
 from toolkit.checkpoint.tensors import as_bytes, check_plain
 from toolkit.devices import page_locked
 from toolkit.ranks.state import Json, Replicated, State
@@ -30,7 +30,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_OF_ALL_S = 0.001, 0.1, 10.0
 _LOOKS_A_SECOND = 5000
 
 
-class KeyValue(Protocol):
+#: Where a rank notes in the store, with its number, that it still reads what others wait for.
+_BUSY = "checkpoint/busy/"
+
+
+class KeyValueStore(Protocol):
     """The calls needed of a store; `torch.distributed.Store` has them."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -46,6 +50,12 @@ class KeyValue(Protocol):
         """Remove a key. Return True if it was there."""
 
 
+def note_busy(kv: KeyValueStore | None, rank: int) -> None:
+    """Have the others wait on: this rank still reads what they wait for."""
+    if kv is not None:
+        kv.set(f"{_BUSY}{rank}", str(time.monotonic()))
+
+
 class Exchange:
     """One conversation. With `world_size` 1 no message is sent and `kv` may be None.
 
@@ -57,7 +67,7 @@ class Exchange:
 
     def __init__(
         self,
-        kv: KeyValue | None,
+        kv: KeyValueStore | None,
         *,
         rank: int,
         world_size: int,
@@ -72,6 +82,7 @@ class Exchange:
         self._topic = topic
         self._number = number
         self._timeout_s = timeout_s
+        self._noted_s = time.monotonic()
         #: The others wait for rank 0 all at once; rank 0 waits for one after the other.
         waiting = 1 if rank == 0 else world_size
         longest_s = min(_LONGEST_OF_ALL_S, max(_LONGEST_PAUSE_S, waiting / _LOOKS_A_SECOND))
@@ -79,6 +90,14 @@ class Exchange:
         self._told = itertools.count()
         self._round = itertools.count()
         self._has_reported = False
+        #: What those that are waited for had noted of being busy at half the time, perhaps in an earlier conversation.
+        self._notes: dict[int, bytes] = {}
+
+    def note_busy(self) -> None:
+        """Have the others wait on while this rank reads. It may be called for each tensor."""
+        if time.monotonic() - self._noted_s > self._timeout_s / 10:
+            self._noted_s = time.monotonic()
+            note_busy(self._kv, self._rank)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message to all other ranks. Only rank 0 calls this."""
@@ -94,10 +113,10 @@ class Exchange:
         """
         key = self._key(f"told/{next(self._told)}")
         deadline = math.inf if self._has_reported else time.monotonic() + 2 * self._timeout_s
-        message = self._await(key, deadline)
+        message = self._await(key, 0, deadline)
         if message is None:
             raise CheckpointError(
-                f"rank {self._rank} heard nothing about its checkpoint from rank 0 for {2 * self._timeout_s:g} s; "
+                f"rank {self._rank} received nothing about its checkpoint from rank 0 for {2 * self._timeout_s:g} s; "
                 "look for the failure in rank 0's log"
             )
         if "error" in message:
@@ -112,11 +131,11 @@ class Exchange:
 
     def gather(self) -> dict[int, dict[str, Any]]:
         """Return the reports to rank 0. Raises CheckpointError that names the ranks that failed or did not answer."""
-        number, deadline = next(self._round), time.monotonic() + self._timeout_s
+        number, deadline, self._notes = next(self._round), time.monotonic() + self._timeout_s, {}
         keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
         reports: dict[int, dict[str, Any]] = {}
         for rank, key in keys.items():
-            message = self._await(key, deadline)
+            message = self._await(key, rank, deadline)
             if message is not None:
                 reports[rank] = message
         # The reports are read, and all ranks are in this conversation: delete the older keys where the store can. Other
@@ -137,13 +156,22 @@ class Exchange:
             raise _kind(reports.values())("; ".join(troubles))
         return reports
 
-    def _await(self, key: str, deadline: float) -> dict[str, Any] | None:
-        """Return the message under `key`; None if it is not there by `deadline`, though the store is asked once."""
+    def _await(self, key: str, rank: int, deadline: float) -> dict[str, Any] | None:
+        """Return the message of `rank` under `key`; None if it is not there by `deadline`. The store is asked once.
+
+        A rank that notes meanwhile that it is busy has as long again.
+        """
         assert self._kv
         pause_s = self._first_pause_s
         while not self._kv.check([key]):
-            if time.monotonic() > deadline:
-                return None
+            now = time.monotonic()
+            if not self._notes and now > deadline - self._timeout_s / 2:
+                self._notes = {each: self._note_of(each) for each in ((0,) if self._rank else self._others)}
+            if now > deadline:
+                before, self._notes[rank] = self._notes[rank], self._note_of(rank)
+                if self._notes[rank] == before:
+                    return None
+                deadline = now + self._timeout_s
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, self._longest_pause_s)
         try:
@@ -153,6 +181,11 @@ class Exchange:
         if not isinstance(message, dict):
             raise CheckpointError(f"the store's key {key} is not a message of a rank: another program writes there")
         return message
+
+    def _note_of(self, rank: int) -> bytes:
+        assert self._kv
+        key = f"{_BUSY}{rank}"
+        return self._kv.get(key) if self._kv.check([key]) else b""
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._topic}/{self._number if number is None else number}/{name}"
@@ -171,11 +204,13 @@ def failures_told(talk: Exchange, doing: str) -> Iterator[None]:
 
 def failure(error: Exception, text: str) -> dict[str, Any]:
     """Return the message about a failure, with which it is raised on another rank."""
-    return {"error": text, "is_unsavable": isinstance(error, UnsavableStateError)}
+    return {"error": text, "kind": type(error).__name__}
 
 
 def _kind(messages: Iterable[Mapping[str, Any]]) -> type[CheckpointError]:
-    return UnsavableStateError if any(message.get("is_unsavable") for message in messages) else CheckpointError
+    kinds = {message.get("kind") for message in messages}
+    known = (UnsavableStateError, SaveGivenUpError)
+    return next((kind for kind in known if kind.__name__ in kinds), CheckpointError)
 
 
 def describe(error: Exception) -> str:
@@ -199,7 +234,7 @@ class ReplicaSums:
         self._copies = [
             ([*sums], torch.stack([*sums.values()]).to("cpu", non_blocking=True)) for sums in found.values()
         ]
-        self._wait = page_locked.enqueued() if any(device.type != "cpu" for device in found) else lambda: None
+        self._wait = page_locked.stream_waiter() if any(device.type != "cpu" for device in found) else lambda: None
 
     def sums(self) -> Mapping[str, int]:
         """Return a number for each value. Waits for the GPU, if the values are there."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import re
 import secrets
@@ -21,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio, logs, trust
-from toolkit.base.errors import CheckpointError, RequestError
+from toolkit.base.errors import CheckpointError, ConfigError, RequestError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
-from toolkit.checkpoint.policy import Keep
 from toolkit.files.rundir import RunDir
 
 log = logs.get(__name__)
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
-_FREE = "free space there (old runs: toolkit gc); a run that continues saves again by itself"
+_FREE = "free space there (old runs: toolkit gc); a run that continues saves again automatically"
 _ADVICE = {
     errno.ENOSPC: f"the disk is full: {_FREE}",
     errno.EDQUOT: f"the disk quota is used up: {_FREE}",
@@ -61,22 +61,98 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def saved_at(path: Path) -> float:
+    """Return when rank 0 wrote its part. An evaluation after a resume writes the manifest again, and so the folder."""
+    return next(iter(fsio.entries(path, "rank-00000.*")), path).stat().st_mtime
+
+
 def is_name_of_committed(path: Path) -> bool:
     """True if this is the name of a committed checkpoint. It gets that name once its manifest is on disk."""
     return _COMMITTED.fullmatch(path.name) is not None
 
 
-def committed(folder: Path) -> list[Path]:
-    """Return the committed checkpoints in `folder`, newest first; none where there is no such folder."""
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in `folder`; nothing where there is none. Raises CheckpointError where the disk does not say."""
     with file_errors("listing", folder):
-        names = list(folder.iterdir()) if folder.is_dir() else []
-        found = [path for path in names if is_name_of_committed(path) and (path / manifests.NAME).is_file()]
-    return sorted(found, key=step_of, reverse=True)
+        try:
+            return list(folder.iterdir())
+        except FileNotFoundError:
+            if folder.is_symlink():  # its target may be a disk that is not mounted here
+                raise
+            return []
+
+
+def committed(folder: Path) -> list[Path]:
+    """Return the committed checkpoints in `folder`, newest first; none where there is no such folder.
+
+    One whose manifest is gone counts: it got its name after its manifest was on disk, so it is damaged.
+    """
+    return sorted(filter(is_name_of_committed, _entries(folder)), key=step_of, reverse=True)
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest committed checkpoint in `folder`. It is for commands that only report it."""
-    return next(map(step_of, committed(folder)), None)
+    """Return the step of the newest committed checkpoint in `folder`. It is for what only reports it.
+
+    Where the folder cannot be listed that is logged, and None is returned.
+    """
+    try:
+        return next(map(step_of, committed(folder)), None)
+    except CheckpointError as error:
+        log.warning("which step was saved is not known: %s", error)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay when a new one is committed.
+
+    The ``newest`` N stay, those of every step that ``every`` divides, and the one that is ``best`` by a metric
+    (``eval/accuracy``; ``-eval/loss``: the lowest).
+    """
+
+    newest: int = 2
+    every: int | None = None
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.newest < 2:
+            raise ConfigError(
+                f"checkpoint.keep: {self.newest} is too few: with one checkpoint, damage to it loses the run; "
+                "set it to 2 or more"
+            )
+
+    def steps(self, manifests: Sequence[Manifest]) -> set[int]:
+        """Return the steps to keep of valid checkpoints, newest first.
+
+        The newest with finite weights always stays, and the newest that a rollback may go back to.
+        """
+        steps = [manifest.step for manifest in manifests]
+        finite = [manifest.step for manifest in manifests if manifest.meta.get("finite", True)]
+        # Stops save inside a row of skipped steps, too; a rollback needs one from before the row.
+        in_a_row = [(manifest.meta.get("skipped_steps") or {}).get("waits", False) for manifest in manifests]
+        settled = [step for step, waits in zip(steps, in_a_row, strict=True) if not waits]
+        stay = {*steps[: self.newest], *finite[:1], *settled[:1]}
+        if self.every:
+            stay |= {step for step in steps if step % self.every == 0}
+        best = self.best_of(manifests)
+        return stay if best is None else {*stay, best}
+
+    def best_of(self, manifests: Iterable[Manifest]) -> int | None:
+        """Return the step of the best one that was evaluated; None: none was. Of equals it is the oldest."""
+        ranked: list[tuple[float, int]] = []
+        for manifest in manifests:
+            figure = self.score(manifest.meta.get("metrics") or {})
+            # The metrics in a checkpoint whose own step was not evaluated are an earlier step's.
+            if figure is not None and manifest.meta.get("evaluated") == manifest.step:
+                ranked.append((-figure, manifest.step))
+        return min(ranked)[1] if ranked else None
+
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return the worth of a checkpoint, higher is better; None where the metric is missing or not a number."""
+        value = None if self.best is None else metrics.get(self.best.removeprefix("-"))
+        if not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        return -value if str(self.best).startswith("-") else value
 
 
 class CheckpointFolder:
@@ -85,7 +161,7 @@ class CheckpointFolder:
     def __init__(
         self,
         folder: Path,
-        keep: Keep = Keep(),  # noqa: B008  # a value
+        keep: Keep = Keep(),  # a value
         *,
         is_ours: Callable[[], bool] = lambda: True,
         on_progress: Callable[[], None] = lambda: None,
@@ -114,7 +190,7 @@ class CheckpointFolder:
         so it must not lead outside the folder.
         """
         if not (_COMMITTED.fullmatch(name) or _TEMPORARY.fullmatch(name)):
-            raise CheckpointError(f"{name!r} is not the name of a checkpoint in {self.folder}: rank 0 did not say this")
+            raise CheckpointError(f"{name!r} is not a checkpoint's name in {self.folder}: rank 0 did not send this")
         return self.folder / name
 
     def list(self) -> Sequence[Path]:
@@ -136,9 +212,9 @@ class CheckpointFolder:
     def is_committed(self, step: int) -> bool:
         """True if `step` has been saved. Raises CheckpointError where the disk does not say."""
         with file_errors("looking for", path := self.path(step) / manifests.NAME):
-            return path.is_file()
+            return fsio.is_there(path)
 
-    def next_conversation(self) -> int:
+    def next_exchange_number(self) -> int:
         """Return a number for the next save or load. All ranks save and load in the same order, so theirs is equal."""
         self._conversations += 1
         return self._conversations
@@ -172,13 +248,14 @@ class CheckpointFolder:
         with file_errors("committing", final):
             fsio.write_atomic(temporary / manifests.NAME, manifest.encode())
             self._refuse_if_overtaken()  # as late as possible: another attempt may have started during the write
-            if final.exists():  # A rename cannot replace it. Before this there is nothing better to take its place.
-                self.reject(final, "it is not whole")
+            # A rename cannot replace it. Before this there is nothing better to take its place.
+            if fsio.is_there(final):
+                self.reject(final, "it is incomplete")
             fsio.rename_dir(temporary, final)
         self._begun.discard(temporary)
         return final
 
-    def describe(self, step: int, meta: Mapping[str, Any]) -> None:
+    def replace_meta(self, step: int, meta: Mapping[str, Any]) -> None:
         """Replace the ``meta`` of the committed checkpoint of ``step``. Its state was evaluated after the save."""
         path = self.path(step)
         with file_errors("describing", path):
@@ -201,11 +278,9 @@ class CheckpointFolder:
     def remove_leftovers(self) -> Sequence[Path]:
         """Remove what dead writers left, when an attempt starts: what was not begun here has no writer any more."""
         self._refuse_if_overtaken()
-        with file_errors("listing", self.folder):
-            names = list(self.folder.iterdir()) if self.folder.is_dir() else []
-        stale = [path for path in names if _TEMPORARY.fullmatch(path.name) and path not in self._begun]
+        stale = [path for path in _entries(self.folder) if _TEMPORARY.fullmatch(path.name) and path not in self._begun]
         for path in stale:
-            log.info("removing %s, left over by a writer that died", path)
+            log.info("removing %s, left by a writer that died", path)
             self.abandon(path)
         return stale
 
@@ -222,12 +297,12 @@ class CheckpointFolder:
         """
         manifest = manifests.read(path)
         if manifest.step != step_of(path):
-            raise CorruptCheckpointError(f"{path} holds step {manifest.step}: somebody renamed the folder")
+            raise CorruptCheckpointError(f"{path} holds step {manifest.step}: the folder was renamed")
         if sizes:
             manifests.check_sizes(path, manifest)
         return manifest
 
-    def refuse_of_others(self, path: Path) -> None:
+    def refuse_untrusted(self, path: Path) -> None:
         """Raise CheckpointError unless only this user and root can change `path`.
 
         `path` is `folder` itself or a checkpoint in it. Another user with write access could give a resuming run any
@@ -257,7 +332,7 @@ class CheckpointFolder:
         for path in self.list():
             # Check the newest each time, and an older one only once.
             if path not in self._figures or len(valid) < self.keep.newest:
-                manifest = self.valid(path)
+                manifest = self.valid_manifest(path)
                 if manifest is None:
                     continue
                 self._figures[path] = dataclasses.replace(manifest, files={}, tensors={}, values={}, headers=())
@@ -267,13 +342,10 @@ class CheckpointFolder:
         old = [path for path, manifest in valid.items() if manifest.step not in stay]
         for path in old:
             with file_errors("removing", path):
-                # The folder is renamed before it is removed: half removed under its own name it would look damaged.
-                aside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-                fsio.rename_dir(path, aside)
-                fsio.remove_tree(aside)
+                fsio.remove_as(path, path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
         return old
 
-    def valid(self, path: Path) -> Manifest | None:
+    def valid_manifest(self, path: Path) -> Manifest | None:
         """Return the manifest at `path`. None if it is not intact, or a file has another size."""
         try:
             return self.manifest(path)
@@ -290,9 +362,9 @@ class CheckpointFolder:
         return aside
 
 
-def pick(run: RunDir, text: str | None, broken: Sequence[Path] = ()) -> list[Path]:
-    """Return the committed or ``broken`` checkpoint with this name or step, or all. Raises RequestError for none."""
-    there = [*committed(run.checkpoints), *broken]
+def pick(run: RunDir, text: str | None) -> list[Path]:
+    """Return the checkpoint with this name or step, or all. Raises RequestError for none."""
+    there = committed(run.checkpoints)
     chosen = [path for path in there if text in (None, path.name, str(step_of(path)))]
     if not chosen:
         steps = ", ".join(str(step_of(path)) for path in there) or "none"

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from typing import Annotated, Any, TypeAlias
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError
 from toolkit.files import records
-from toolkit.files.records import Leaf, one_of
+from toolkit.files.records import Scalar, one_of
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -48,14 +49,14 @@ _DTYPE = re.compile(r"bool|(?:bfloat|float|b?complex|q?u?int|bits)([1-8]|16|32|6
 Kind: TypeAlias = Annotated[str, one_of("replicated", "per_rank", "sharded")]
 FileName: TypeAlias = Annotated[
     str,
-    Leaf(
+    Scalar(
         "of the form rank-00000.safetensors",
         lambda name: isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None,
     ),
 ]
 #: Any text, and any JSON, as it is.
-Name: TypeAlias = Annotated[str, Leaf("a name", lambda name: isinstance(name, str))]
-AsItIs: TypeAlias = Annotated[Any, Leaf("JSON", lambda value: True)]
+Name: TypeAlias = Annotated[str, Scalar("a name", lambda name: isinstance(name, str))]
+AsItIs: TypeAlias = Annotated[Any, Scalar("JSON", lambda value: True)]
 _CHUNK_BYTES = 1 << 24
 
 
@@ -203,7 +204,7 @@ def _parse(fields: Any) -> Manifest:
     both = manifest.tensors.keys() & manifest.values.keys()
     strangers = [name for name, value in manifest.values.items() if value.rank >= manifest.world_size]
     if both or strangers:
-        raise ValueError(f"{[*sorted(both), *strangers]}: a tensor and a value, or of a rank that there was not")
+        raise ValueError(f"{[*sorted(both), *strangers]}: both a tensor and a value, or of a rank that did not exist")
     return manifest
 
 
@@ -228,13 +229,13 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
     found: dict[str, TensorRecord] = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     # Folders only: the files next to them are the ranks'.
-    for below in (path for path in sorted(folder.iterdir()) if path.is_dir()):
+    for below in (path for path in sorted(folder.iterdir()) if stat.S_ISDIR(path.stat().st_mode)):
         fsio.make_private_and_sync(below)
-        for path in sorted(below.rglob("*")):
+        for path in fsio.everything_below(below):
             if path.is_symlink():
                 raise CheckpointError(f"{path} is a link: what it leads to would not be in the checkpoint")
-            if path.is_file():
-                name, size = str(path.relative_to(folder)), path.stat().st_size
+            if stat.S_ISREG((status := path.stat()).st_mode):
+                name, size = str(path.relative_to(folder)), status.st_size
                 with fsio.open_file(path) as file:
                     part = TensorPart(name, 0, size, (0,), (size,), _crc_of(file, size, buffer))
                 found[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from toolkit.base import logs
+from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError, listing
 from toolkit.checkpoint import tensors
-from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.exchange import Exchange, KeyValueStore, describe, failures_told
 from toolkit.checkpoint.folder import CheckpointFolder, step_of
 from toolkit.checkpoint.manifest import FILES, CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, check_parts
 from toolkit.checkpoint.writer import KINDS
@@ -51,19 +51,20 @@ def load(
     *,
     rank: int,
     world_size: int,
-    kv: KeyValue | None,
+    kv: KeyValueStore | None,
     attempt: int = 1,
     timeout_s: float = 600.0,
     read_only: bool = False,
     newest: int | None = None,
     fetch: Callable[[Collection[str]], Path | None] = lambda _: None,
+    refuse_none: Callable[[], None] = lambda: None,
 ) -> Loaded | None:
     """Fill `state` from the newest good checkpoint. Return None, with `state` unchanged, if there is no checkpoint.
 
     `newest`: use only checkpoints up to this step; rank 0's value counts. `state` may be a callable that returns the
     state for a manifest, without a collective, where what there is to fill depends on the checkpoint. Each time that
     one is found damaged, `fetch` is called on rank 0 with the names of all that are. It may bring a good one from
-    elsewhere, and returns its path.
+    elsewhere, and returns its path. `refuse_none` is called on rank 0 where there is no checkpoint, and may raise.
 
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
     `state` (every difference is listed), when a newer toolkit wrote it, or when none of those present is good: starting
@@ -73,13 +74,20 @@ def load(
     is found it moves damaged checkpoints aside, and it removes what dead writers left over. `read_only` (evaluation,
     export: perhaps next to a live writer, perhaps another user's run) checks no owner and changes no file.
     """
-    number = checkpoints.next_conversation()
+    number = checkpoints.next_exchange_number()
     topic = f"checkpoint/{checkpoints.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
-    read = partial(_read, checkpoints, state, rank, world_size)
+
+    def note_progress() -> None:
+        checkpoints.on_progress()
+        talk.note_busy()
+
+    read = partial(_read, checkpoints, state, rank, world_size, note_progress)
     if rank == 0:
         with failures_told(talk, f"no checkpoint was loaded from {checkpoints.folder}"):
             loaded = _lead(checkpoints, read, talk, read_only, newest, fetch)
+            if loaded is None:
+                refuse_none()
             talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
             return loaded
     # Read what is proposed and report, until rank 0 says that it is done.
@@ -99,7 +107,12 @@ def load(
 
 
 def _read(
-    checkpoints: CheckpointFolder, places: State | Callable[[Manifest], State], rank: int, world_size: int, name: str
+    checkpoints: CheckpointFolder,
+    places: State | Callable[[Manifest], State],
+    rank: int,
+    world_size: int,
+    on_progress: Callable[[], None],
+    name: str,
 ) -> Loaded:
     """Verify and fill this rank's part of the checkpoint `name`."""
     path = checkpoints.named(name)
@@ -110,7 +123,7 @@ def _read(
     # The ranks divide the headers: otherwise a thousand ranks would open a thousand files each.
     headers = manifest.headers[rank::world_size]
     check_parts(path, replace(manifest, tensors=files, headers=headers).parts())
-    return fill_state(places, manifest, path, rank, world_size, checkpoints.on_progress)
+    return fill_state(places, manifest, path, rank, world_size, on_progress)
 
 
 def fill_state(
@@ -163,7 +176,7 @@ def _lead(
     skipped: dict[str, str] = {}
     # The writer trusts no folder that others can change: a checkpoint decides what the run continues with.
     if not read_only:
-        checkpoints.refuse_of_others(checkpoints.folder)
+        checkpoints.refuse_untrusted(checkpoints.folder)
         checkpoints.remove_leftovers()
     while True:
         paths = (path for path in checkpoints.list() if newest is None or step_of(path) <= newest)
@@ -171,7 +184,7 @@ def _lead(
         if path is None:
             break
         if not read_only:
-            checkpoints.refuse_of_others(path)
+            checkpoints.refuse_untrusted(path)
         loaded, reason = _propose(read, talk, path.name)
         if loaded is None:
             skipped[path.name] = reason
@@ -182,7 +195,7 @@ def _lead(
             continue
         # A good one is found: only now is it safe to move the damaged ones out of the way.
         for name in () if read_only else skipped:
-            if (checkpoints.folder / name).exists():  # a copy that could not be completed may have moved it already
+            if fsio.is_there(checkpoints.folder / name):  # a copy that could not be completed may have moved it already
                 checkpoints.reject(checkpoints.folder / name, skipped[name])
         log.info("resuming from %s", path)
         return replace(loaded, skipped=skipped)
@@ -190,7 +203,7 @@ def _lead(
     if skipped:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
         raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints is good, and all were left in place; restore one from a backup "
+            f"none of the {len(skipped)} checkpoints is usable, and all were left in place; restore one from a backup "
             f"or start a new run:{reasons}"
         )
     return None

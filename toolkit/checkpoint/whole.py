@@ -37,7 +37,7 @@ CRITERION = "criterion/"
 AVERAGE, RAW = "average", "raw"
 
 
-def judged(manifest: Manifest) -> str:
+def evaluated_weights(manifest: Manifest) -> str:
     """Return which weights the run's own metrics are of: the average where there is one."""
     return model_tensors(manifest.tensors)[0]
 
@@ -101,7 +101,7 @@ def from_newest(paths: Sequence[Path], use: Callable[[Path, Manifest], T]) -> tu
         except CorruptCheckpointError as error:
             log.warning("%s is damaged, the next older one is tried: %s", path.name, error)
             reasons.append(f"\n  {path}: {error}")
-    raise CheckpointError(f"none of {len(reasons)} checkpoints is good:{''.join(reasons)}")
+    raise CheckpointError(f"none of {len(reasons)} checkpoints is usable:{''.join(reasons)}")
 
 
 def export(
@@ -132,7 +132,7 @@ def export(
         raise CheckpointError(f"{folder} has no tensors named {MODEL}..., see --all; there are: {there}")
     values = {name: record.value for name, record in manifest.values.items()} if everything else {}
     try:
-        with fsio.new_path(target) as temporary:
+        with fsio.atomic_path(target) as temporary:
             if form == "safetensors":
                 about = {"step": str(manifest.step), "run": run, "weights": chosen, "toolkit": __version__}
                 about |= manifest.versions
@@ -163,7 +163,7 @@ def _write_safetensors(path: Path, folder: Path, records: Mapping[str, TensorRec
     for name, dtype in dtypes.items():
         if dtype not in tensors.TYPES:
             kind = records[name].dtype
-            raise CheckpointError(f"{name} is of type {kind}, which safetensors has not; export to a .pt file")
+            raise CheckpointError(f"{name} is of type {kind}, which safetensors does not support; export to a .pt file")
     names = sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
     about = {**about, "format": "pt"}  # without it transformers refuses the file
     head = tensors.encode_header({name: (dtypes[name], records[name].shape) for name in names}, about)

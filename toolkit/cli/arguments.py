@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and its overrides. `--help` behind a CONFIG shows the first keys, `--help-all` all that it can set."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or a script; its arguments: `-- ARG ...`")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
-    parser.add_argument("-h", "--help", action=_Help, help="this page; behind CONFIG the keys that one sets first")
-    parser.add_argument("--help-all", action=_Help, help="behind CONFIG: every key that it can set")
+    parser.add_argument("-h", "--help", action=_Help, help="this page; after CONFIG: the keys used most")
+    parser.add_argument("--help-all", action=_Help, help="after CONFIG: every key that can be set")
 
 
 class _Help(argparse.Action):
@@ -45,7 +46,7 @@ def _print_keys(args: argparse.Namespace, *, every: bool) -> None:
 
 
 def add_wait(parser: argparse.ArgumentParser) -> None:
-    """Add ``--wait``, ``--follow`` and ``--json``, for `follow.see_through`."""
+    """Add ``--wait``, ``--follow`` and ``--json``, for `follow.announce_and_wait`."""
     parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
     parser.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
     parser.add_argument("--json", action="store_true", help="print run id, job id and folder as one JSON document")
@@ -62,6 +63,16 @@ def add_after(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def as_json(value: Any) -> str:
+    """Return one JSON document. A loss that is not a number becomes null: JSON has no other word for it."""
+    from toolkit.base import fsio
+
+    try:
+        return json.dumps(value, indent=2, allow_nan=False)
+    except ValueError:
+        return json.dumps(fsio.nonfinite_to_none(value), indent=2, allow_nan=False)
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +101,7 @@ def new_path(argument: str, text: str) -> Path:
 
     path = fsio.expand(text).absolute()
     if path.exists() or not path.parent.is_dir():
-        reason = "is there already; choose another name" if path.exists() else "is in a folder that does not exist"
+        reason = "already exists; choose another name" if path.exists() else "is in a folder that does not exist"
         raise RequestError(f"{argument}: {path} {reason}")
     return path
 
@@ -101,7 +112,7 @@ def replaceable_path(argument: str, text: str, begin: str) -> Path:
 
     path = fsio.expand(text).absolute()
     if not path.parent.is_dir():
-        raise RequestError(f"{argument}: {path.parent} is no folder")
+        raise RequestError(f"{argument}: {path.parent} is not a folder")
     try:
         with fsio.open_file(path) as file:
             is_ours = file.read(len(begin.encode())) == begin.encode()
@@ -110,7 +121,7 @@ def replaceable_path(argument: str, text: str, begin: str) -> Path:
     except OSError as error:
         raise RequestError(f"{argument}: {path}: {error.strerror or error}") from None
     if not is_ours:
-        raise RequestError(f"{argument}: {path} is there already, and not from this command; choose another name")
+        raise RequestError(f"{argument}: {path} already exists, and this command did not write it; choose another name")
     return path
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError, ConfigError, RequestError, listing
 from toolkit.base.fsio import size_text
-from toolkit.checkpoint.folder import CheckpointFolder, is_name_of_committed, pick, step_of
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.folder import CheckpointFolder, Keep, is_name_of_committed, pick, saved_at, step_of
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.policy import Keep
 from toolkit.cli.arguments import new_path
 from toolkit.cli.tables import Table
 from toolkit.config import load_config
@@ -24,18 +24,14 @@ def rows(run: RunDir) -> list[dict[str, Any]]:
     checkpoints = CheckpointFolder(run.checkpoints)
     found = [_row(checkpoints, path) for path in checkpoints.list()]
     for path in _odd(checkpoints):
-        problem = "being written, or left over"
-        if is_name_of_committed(path):
-            problem = "damaged: it has no manifest.json"
-        elif ".bad-" in path.name:
-            problem = "found damaged, and moved aside"
-        row = {"step": None, "ranks": None, "torch": None, "name": path.name, "saved": path.stat().st_mtime}
+        problem = "found damaged, and moved aside" if ".bad-" in path.name else "being written, or left over"
+        row = {"step": None, "ranks": None, "torch": None, "name": path.name, "saved": saved_at(path)}
         found.append({**row, "problem": problem, "size_bytes": _size(path)})
     return found
 
 
 def _row(checkpoints: CheckpointFolder, path: Path) -> dict[str, Any]:
-    row = {"name": path.name, "step": step_of(path), "saved": path.stat().st_mtime, "problem": None}
+    row = {"name": path.name, "step": step_of(path), "saved": saved_at(path), "problem": None}
     try:
         manifest = checkpoints.manifest(path)
     except CheckpointError as error:
@@ -49,8 +45,7 @@ def _row(checkpoints: CheckpointFolder, path: Path) -> dict[str, Any]:
 
 
 def _odd(checkpoints: CheckpointFolder) -> list[Path]:
-    good = {*checkpoints.list()}
-    return sorted(path for path in checkpoints.folder.glob("step-*") if path not in good)
+    return sorted(path for path in checkpoints.folder.glob("step-*") if not is_name_of_committed(path))
 
 
 def _size(path: Path) -> int:
@@ -87,8 +82,7 @@ def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
 def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
     """Read every byte of the checkpoints, also of those without a manifest, and yield each with its fault, or None."""
     checkpoints = CheckpointFolder(run.checkpoints)
-    broken = [path for path in _odd(checkpoints) if is_name_of_committed(path)]
-    for path in pick(run, text, broken):
+    for path in pick(run, text):
         try:
             checkpoints.verify(path)
         except CheckpointError as error:
@@ -155,7 +149,7 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     suffix = Path(to).suffix
     form = form or FORMATS.get(suffix)
     if form is None:
-        raise RequestError(f"--to {to}: no format goes by {suffix}; say which: --as safetensors, torch or dcp")
+        raise RequestError(f"--to: {to}: unknown suffix {suffix}; name the format: --as safetensors, torch or dcp")
     target = new_path(f"--to {to}", to)
     from toolkit.checkpoint import whole
 
@@ -192,7 +186,7 @@ def prune(run: RunDir, keep: int) -> list[Path]:
     except ConfigError as error:  # it names the key of a config
         raise RequestError(str(error).replace("checkpoint.keep: ", "--keep ", 1)) from None
     checkpoints = CheckpointFolder(run.checkpoints, rule)
-    odd = _odd(checkpoints)
+    odd = [*_odd(checkpoints), *(path for path in checkpoints.list() if not fsio.is_there(path / manifest.NAME))]
     for path in odd:
         fsio.remove_tree(path)
     return [*checkpoints.prune(), *odd]

@@ -16,9 +16,9 @@ from toolkit.base.errors import DamagedFileError, RequestError, ToolkitError
 from toolkit.base.fsio import size_text
 from toolkit.cli import columns, run_rows, tables
 from toolkit.cli.columns import is_over
-from toolkit.cli.show import status_rows
+from toolkit.cli.run_rows import status_rows
 from toolkit.files import origin, rundir
-from toolkit.files.run_files import UNREADABLE, AfterRecord
+from toolkit.files.run_files import UNREADABLE, DependencyRecord
 from toolkit.files.rundir import RunDir
 from toolkit.run.records.submitted_run import HEARD_S
 from toolkit.run.submission.handle import attach
@@ -76,12 +76,12 @@ def used_origins() -> dict[Path, str]:
         elif not is_over(row):
             users[run] = f"run {run.id}, which has not ended,"
     found = dict[Path, str]()
-    configs = run_rows.read_all(run_rows.read_config, [*users])
+    configs = run_rows.map_runs(run_rows.read_config, [*users])
     for (run, user), config in zip(users.items(), configs, strict=True):
         with contextlib.suppress(ToolkitError):  # it is gone already
             if text := config.get("model.init_from"):
                 found[origin.find(str(text)).path.resolve()] = user
-        waits_for = AfterRecord.read_or_none(run.after_path)  # a damaged one keeps no other run from being removed
+        waits_for = DependencyRecord.read_or_none(run.after_path)  # a damaged one keeps no other run from being removed
         found |= {Path(path).resolve(): user for path in (waits_for.runs if waits_for is not None else ())}
     return found
 
@@ -113,7 +113,7 @@ def _use_of(run: RunDir, used: Mapping[Path, str]) -> str | None:
         how = "end its processes where they run"
         with contextlib.suppress(ToolkitError):  # it has no owner
             handle = attach(run)
-            if (why := handle.unseen()) is not None:
+            if (why := handle.unknown_state_advice()) is not None:
                 return why
             how = handle.how_to_end()
         state = status_rows([run])[0].state
@@ -129,17 +129,14 @@ def _use_of(run: RunDir, used: Mapping[Path, str]) -> str | None:
 def remove(run: RunDir) -> None:
     """Remove a run that is over, with its checkpoints. Raises RequestError for one that runs, or may run."""
     refuse(run, {})
-    # Its name changes first: a removal that is killed leaves no half of a run in the listings.
-    grave = run.path.with_name(f".removed-{run.id}")
-    fsio.rename_dir(run.path, grave)
-    fsio.remove_tree(grave)
+    run.remove()
 
 
-def remove_graves() -> None:
-    """Remove what is left of runs whose removal was interrupted: no listing shows it."""
-    for grave in rundir.runs_root().glob("*/.removed-*"):
+def complete_removals(root: Path) -> None:
+    """Remove what is left of runs below ``root`` whose removal was interrupted: no listing shows it."""
+    for removed in root.glob("*/.removed-*"):
         with contextlib.suppress(OSError):
-            fsio.remove_tree(grave)
+            fsio.remove_tree(removed)
 
 
 def _lives(run: RunDir) -> bool:
@@ -151,7 +148,7 @@ def _lives(run: RunDir) -> bool:
     except ToolkitError:  # never submitted, or by a user's own batch script: its status says whether it lives
         return not is_over(status_rows([run])[0])
     # Which cluster has the job may be unknown, and then Slurm here does not know the job.
-    return (handle.executor == "slurm" and handle.heard_s() < HEARD_S) or not handle.is_over()
+    return (handle.executor == "slurm" and handle.status_age_s() < HEARD_S) or not handle.is_over()
 
 
 def print_page(rows: Sequence[dict[str, Any]], going: Sequence[dict[str, Any]], args: Namespace) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text
 from toolkit.base import fsio, terminal, tracebacks
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError, RequestError
 from toolkit.base.process_limits import limits
-from toolkit.base.this_node import claim_all
+from toolkit.base.this_node import raise_open_files
 from toolkit.base.tracebacks import as_drawn
 from toolkit.files.run_files import RunResult, RunState
 from toolkit.files.rundir import RunDir
@@ -32,7 +32,7 @@ from toolkit.metrics import goodput
 from toolkit.plugins.node_watch import efficiency
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
-from toolkit.run.attempt.facts import first_failure
+from toolkit.run.attempt.verdict import first_failure
 from toolkit.run.submission.handle import Run
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def announce(run: Run, *, as_json: bool = False) -> None:
     print(f"run {run.id} ({where})\n  folder: {_short(run.dir.path)}", flush=True)
 
 
-def see_through(run: Run, args: Namespace) -> int:
+def announce_and_wait(run: Run, args: Namespace) -> int:
     """Print which run was submitted. With ``--wait`` or ``--follow`` return the job's exit code at its end."""
     announce(run, as_json=args.json)
     if not (args.wait or args.follow):
@@ -123,7 +123,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
         if result.attempts > 1:
             lines[0] += f", {result.attempts} attempts"
         remark = (result.why or "").removeprefix("completed").removeprefix(", ")
-        lines += [f"  {told}" for told in [remark, advice.of_restarts(run.dir, result.attempts)] if told]
+        lines += [f"  {told}" for told in [remark, advice.restart_note(run.dir, result.attempts)] if told]
         for name, value in sorted(result.metrics.items()):
             spoken = name.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
             lines.append(f"  {spoken}: {_number(value)}")
@@ -145,7 +145,7 @@ def _say_how_it_went(run: Run, console: Console) -> int:
         lines += [f"  {line}" for line in efficiency.lines(result.efficiency)]
     lines += [f"  logs: {_short(run.dir.logs)}", f"  next: {advice.of(run.dir)}"]
     if has_failed:
-        lines += [*_line_of_the_user(run.dir), f"  `{_command()} why {run.id}` tells more"]
+        lines += [*_line_of_the_user(run.dir), f"  `{_command()} why {run.id}` has details"]
     _say(console, "\n".join(lines), "red", str(result.state))
     return EXIT_STOPPED if result.state is RunState.STOPPED else EXIT_FAILED
 
@@ -177,16 +177,14 @@ def _number(value: float | None) -> str:
 def _command() -> str:
     """Return the words that call this program from here: its entry point, or the running Python."""
     program = Path(sys.argv[0])
-    if shutil.which("toolkit") == sys.argv[0]:
+    if sys.argv[0] in ("toolkit", shutil.which("toolkit")):
         return "toolkit"
     return shlex.quote(_short(program)) if program.name == "toolkit" else f"{_short(Path(sys.executable))} -m toolkit"
 
 
 def _short(path: Path) -> str:
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    is_below = path.absolute().is_relative_to(Path.cwd())
+    return terminal.user_path(path.absolute().relative_to(Path.cwd()) if is_below else path)
 
 
 #: A progress bar is written so often where it cannot be drawn in place.
@@ -225,9 +223,9 @@ class GrowingLog:
 
     def skip(self, lines: int | None = 0) -> None:
         """Go to the last ``lines`` of what is there; None stays at the beginning."""
-        if lines is None or not self.path.exists():
+        if lines is None:
             return
-        with fsio.open_file(self.path) as file:
+        with contextlib.suppress(FileNotFoundError), fsio.open_file(self.path) as file:
             at = file.seek(0, io.SEEK_END)
             # Search backwards, in pieces. The last byte only ends the last line.
             limit = at - 1
@@ -239,14 +237,14 @@ class GrowingLog:
                 while lines and (cut := piece.rfind(b"\n", 0, cut)) >= 0:
                     lines -= 1
                 at, limit = begin + cut + 1, begin
-        self._begin(0 if lines else at)
+            self._begin(0 if lines else at)
 
     def read(self) -> str:
         """Return the next lines; the last line of an attempt's log ends with it. Empty where none has ended since."""
         data = self._read()
         ended = ""
         if not data and self._moves_on and (newest := self._newest()) > self._attempt:
-            ended, self._attempt = self.end(), newest
+            ended, self._attempt = self.unterminated_line(), newest
             ended += "\n" if ended else ""
             self._begin()
             data = self._read()
@@ -263,7 +261,7 @@ class GrowingLog:
         """Return what is seen of a line that is not ended yet, such as a progress bar."""
         return as_drawn(self._rest)
 
-    def end(self) -> str:
+    def unterminated_line(self) -> str:
         """Return the last line, where nothing has ended it."""
         return as_drawn(self._rest + self._decoder.decode(b"", final=True))
 
@@ -297,7 +295,7 @@ def merged(run: RunDir, attempt: int) -> Iterator[str]:
     files = sorted(run.attempt_logs(attempt).glob("rank-*.log"), key=_rank)
     if not files:
         raise RequestError(f"run {run.id} has no log of a rank of attempt {attempt} yet; `toolkit logs {run.id}`")
-    claim_all()  # there may be a thousand ranks
+    raise_open_files()  # there may be a thousand ranks
     # The attempt's start, to the second. Where no file has it, the time of the oldest log.
     status = run.status()
     known = {line.attempt: line.started for line in run.attempts()} | {status.attempt: status.started}

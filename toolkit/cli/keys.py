@@ -18,7 +18,7 @@ from toolkit.config.layers import merged_layers
 from toolkit.config.params import declared, defaults_of
 from toolkit.config.script_keys import acting_keys
 from toolkit.config.source import PythonSource, read_source
-from toolkit.limits import OneOf, hints_of, limits_of, text_of
+from toolkit.constraints import OneOf, hints_of, limits_of, text_of
 
 WIDTH = 80
 #: The column where the comments begin.
@@ -94,9 +94,9 @@ def page(config: str, overrides: Sequence[str], *, sweep: bool = False, every: b
     for name, hint in hints_of(JobConfig).items():
         if is_dataclass(hint):
             keys = [*_keys(hint, f"{name}.", defaults[name], values[name], origins)]
-            keys = [key for key in keys if acting.include(key.name)]
+            keys = [key for key in keys if acting.has_effect(key.name)]
             sections.append((name, about_of(hint), keys))
-        elif name != "params" and acting.include(name):
+        elif name != "params" and acting.has_effect(name):
             top.append(Key(name, hint, defaults[name], values[name], comments_of(JobConfig)[name], origins.get(name)))
     for name, text, keys in sections:
         if shown := [key for key in keys if every or key.is_first]:

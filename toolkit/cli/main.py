@@ -16,31 +16,40 @@ import select
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 from toolkit import __version__, registry
 from toolkit.base import logs, terminal
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, PluginError, RequestError, ToolkitError, nearest
+from toolkit.base.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEST,
+    PluginError,
+    RequestError,
+    ToolkitError,
+    did_you_mean,
+)
 
 #: The commands that come with the toolkit by what they are for, in the order of `toolkit --help`.
 GROUPS = {
     "start runs": ("submit", "exec", "new", "sweep", "shell", "supervise", "run"),
-    "look at runs": ("status", "watch", "follow", "logs", "why", "report", "compare", "tensorboard", "sync"),
+    "look at runs": ("status", "watch", "serve", "follow", "logs", "why", "report", "compare", "tensorboard", "upload"),
     "while a run trains": ("stacks", "profile"),
     "end and continue runs": ("stop", "cancel", "resume", "rm", "gc"),
     "checkpoints and models": ("checkpoint", "evaluate", "generate", "export", "resume-check"),
-    "this site": ("doctor", "init", "env", "data", "completion"),
+    "this site": ("doctor", "site", "placement", "data", "completion"),
 }
 #: What one needs first: all that `toolkit` alone shows.
 FIRST = ("new", "submit", "exec", "status", "logs", "why", "stop", "resume")
-USAGE = "usage: toolkit COMMAND ...       toolkit COMMAND --help       toolkit --version"
+USAGE = "usage: toolkit [--on LOGIN] COMMAND ...   toolkit COMMAND --help   --version"
 EPILOG = """A RUN is a run id, a unique prefix of one or its last eight digits, a config's
 name (its newest run), or a path. Exit codes: 0 done, 1 the job failed, 2 the
-request was wrong, 75 stopped cleanly, to be continued."""
+request was wrong, 75 stopped cleanly, to be continued. --on LOGIN does it on a
+login node, by ssh (docs/laptop.md); 255: no connection, or it broke."""
 #: Options whose value may begin with a minus: --metric -eval/loss.
-MAY_BEGIN_WITH_MINUS = ("--on-restart", "--metric")
+MAY_BEGIN_WITH_MINUS = ("--restart-args", "--metric")
 #: The commands that take the arguments of a user's script after `--`.
 TAKE_ARGUMENTS = ("submit", "sweep", "run", "supervise", "resume", "resume-check")
 #: The exit code that a shell gives for SIGINT.
@@ -69,15 +78,26 @@ def _main(words: Sequence[str]) -> int:
     is_job = words[:1] in (["run"], ["supervise"])  # these run a job, whose output is its own
     # Of one command only its own module is loaded: all would take longer than most commands.
     try:
+        if any(word == "--on" or word.startswith("--on=") for word in takewhile(lambda word: word != "--", words)):
+            from toolkit.cli import remote
+
+            return remote.main(words)
+        if words[:1] == ["__there"]:  # by `toolkit --on`, on the login node
+            from toolkit.cli import login_side
+
+            asked = login_side.accept_request(words[1])
+            if asked is None:
+                return EXIT_DONE
+            words = asked
         if not words or words[0] in ("-h", "--help"):
-            print(overview(groups() if words else {"the commands that one needs first": FIRST}))
+            print(overview(groups() if words else {"the commands to start with": FIRST}))
             print(EPILOG if words else "`toolkit --help` shows all commands.")
             sys.stdout.flush()  # here, where an error of it is handled
             return EXIT_DONE
         names = () if words[0].startswith("-") else (words[0],)
         if names and registry.where("commands", words[0]) is None:
-            close = nearest(words[0], commands())
-            raise RequestError(f"no command {words[0]!r}; {close}`toolkit --help` lists the commands")
+            close = did_you_mean(words[0], commands())
+            raise RequestError(f"unknown command {words[0]!r}; {close}`toolkit --help` lists the commands")
         args = parse(build_parser(names), words)
         with terminal.unguarded() if is_job else contextlib.nullcontext():
             code = args.run_command(args)
@@ -150,9 +170,9 @@ class _Parser(argparse.ArgumentParser):
         option = re.search(r"unrecognized arguments: (--[^\s=]+)", line)
         close = ""
         if choices is not None:
-            close = nearest(choices[1], re.findall(r"[\w.-]+", choices[2]))
+            close = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
         elif option is not None:
-            close = nearest(option[1], re.findall(r"(?m)^  (?:-h, )?(--[a-z-]+)", self.format_help()))
+            close = did_you_mean(option[1], re.findall(r"(?m)^  (?:-h, )?(--[a-z-]+)", self.format_help()))
         said = f"{self.prog}: error: {line}{'; ' * bool(close)}{close.rstrip()}{newline}{advice}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_REQUEST, f"{terminal.fitted(said, sys.stderr)}\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base import fsio
-from toolkit.base.errors import RequestError, nearest
+from toolkit.base.errors import RequestError, did_you_mean
 from toolkit.cli.arguments import new_path
 
 
@@ -83,17 +83,17 @@ def create(folder: Path, example: str) -> list[Path]:
     """Make the project ``folder``, named by its last part, from an example. Return its files. Raises RequestError."""
     name = folder.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise RequestError(f"toolkit new: {name!r} is to name a Python file: use a to z, 0 to 9 and _, a letter first")
+        raise RequestError(f"toolkit new: {name!r} cannot name a Python file; use a to z, 0 to 9 and _, a letter first")
     if example not in EXAMPLES:
-        hint = nearest(example, EXAMPLES)
-        raise RequestError(f"toolkit new: --from: there is no {example!r}; {hint}valid: {', '.join(EXAMPLES)}")
+        hint = did_you_mean(example, EXAMPLES)
+        raise RequestError(f"toolkit new: --from: unknown example {example!r}; {hint}valid: {', '.join(EXAMPLES)}")
     new_path("toolkit new", str(folder))
     chosen = EXAMPLES[example]
     if name in {Path(file).stem for file in chosen.others}:
         raise RequestError(f"toolkit new: the example has a file {name}.py next to its job; choose another name")
     # The folder appears only when it is complete.
     files = _files(name, chosen)
-    with fsio.new_path(folder) as made:
+    with fsio.atomic_path(folder) as made:
         made.mkdir()
         for file, text in files.items():
             (made / file).write_text(text)

@@ -12,8 +12,8 @@ from toolkit.base.errors import RequestError
 from toolkit.base.terminal import say
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Answer, UserRequest
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Answer, UserRequest
 
 #: After this time without an answer a line says how the run stands.
 PATIENCE_S = 10.0
@@ -27,18 +27,21 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float, rank: int | None
     """
     from toolkit.run.submission.handle import attach  # commands that only print their help do without
 
-    if not 0 < wait_s <= stop_request.LONGEST_WAIT_S:
-        raise RequestError(f"--wait {wait_s:g}: from 0 to {stop_request.LONGEST_WAIT_S:.0f} seconds")
+    if not 0 < wait_s <= user_requests.LONGEST_WAIT_S:
+        raise RequestError(
+            f"--wait: {wait_s:g} is out of range; must be between 0 and {user_requests.LONGEST_WAIT_S:.0f} seconds"
+        )
     _refuse_unless_running(run)
     world_size = run.status().world_size
     if rank is not None and world_size is not None and not 0 <= rank < world_size:
         raise RequestError(f"run {run.id} has no rank {rank}: its ranks are 0 to {world_size - 1}")
     handle = attach(run)
-    request_id = stop_request.put(run, request)
+    request_id = user_requests.put(run, request)
     try:
+        handle.wake_supervisor()
         began, has_said = time.monotonic(), False
         for status in handle.statuses():
-            answer, waited_s = stop_request.answer_to(run, request_id), time.monotonic() - began
+            answer, waited_s = user_requests.answer_to(run, request_id), time.monotonic() - began
             if answer is not None or waited_s > wait_s:
                 break
             if waited_s > PATIENCE_S and not has_said:
@@ -46,15 +49,15 @@ def carry_out(run: RunDir, request: UserRequest, wait_s: float, rank: int | None
                 where = f"{status.state}, step {status.progress.step or 0}, {status.progress.phase or 'no step yet'}"
                 say(f"waiting for run {run.id}: {where} (Ctrl-C withdraws the request)", sys.stderr)
         # The loop also ends with the run, perhaps after a last answer.
-        answer = stop_request.answer_to(run, request_id)
+        answer = user_requests.answer_to(run, request_id)
     finally:
-        stop_request.remove(run, request_id)
+        user_requests.remove(run, request_id)
     if answer is None:
         # If the run has ended meanwhile, say so: no wait would have helped.
         _refuse_unless_running(run)
         raise RequestError(
             f"run {run.id}: no answer within {wait_s:.0f} s, the request is withdrawn; "
-            f"`toolkit status {run.id}` says how the run stands, "
+            f"`toolkit status {run.id}` shows its state, "
             f"`toolkit logs {run.id} --supervisor` what its supervisor does"
         )
     if answer.refused is not None:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from toolkit.base.durations import as_clock
 from toolkit.base.terminal import OneLine, visible
 from toolkit.cli.follow import BAR_S, GrowingLog
+from toolkit.files import polling
 from toolkit.files.run_files import RunProgress, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import run_config
@@ -32,14 +33,15 @@ def follow(run: Run, console: Console) -> None:
     """Show the run's progress until its end, and what the first rank prints."""
     output = _Output(run.dir)
     # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:  # which cannot draw a line anew
         last, bar = "", OneLine(BAR_S)
         for status in run.statuses():
+            polling.mark_viewer(run.dir)
             output.show(print)  # first what was printed before the state changed
             bar.draw(output.bar)
             line = describe(status)
             if line != last:
-                print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
+                print(f"  {line}  {metrics_text(status.shown, '~' * status.is_guess)}".rstrip(), flush=True)
                 last = line
         output.show(print, is_last=True)
         return
@@ -48,6 +50,7 @@ def follow(run: Run, console: Console) -> None:
         show, begun = partial(progress.console.out, highlight=False), time.monotonic()
         told = len(run.dir.attempts())
         for status in run.statuses():
+            polling.mark_viewer(run.dir)
             output.show(show)
             _update(progress, task, status, time.monotonic() - begun, output.bar)
             # The bar is gone at the end: why the run was started again is to stay.
@@ -82,7 +85,7 @@ class _Output:
             elif self._log.position == at:
                 break
             reads += 1
-        if is_last and (rest := self._log.end()):
+        if is_last and (rest := self._log.unterminated_line()):
             self._write(rest, write)
 
     @property
@@ -112,10 +115,10 @@ def _bar(console: Console) -> Progress:
 
 
 def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float, bar_of_rank: str = "") -> None:
-    at, words = status.progress, describe(status)
+    at, words, guess = status.shown, describe(status), "~" * status.is_guess
     if status.state is RunState.RUNNING and at.epoch is None and at.step is not None:  # a loop without epochs
         step = f"step {at.step}" + (f"/{at.total_steps}" if at.total_steps else "")
-        words = words.replace(RunState.RUNNING, step, 1)
+        words = words.replace(RunState.RUNNING, guess + step, 1)
     if status.state is not None and not status.state.has_ranks:  # those of the attempt before
         at = at.replace(eta_s=None, loss=None, samples_per_s=None, metrics={})
     progress.update(
@@ -123,21 +126,22 @@ def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float
         description=escape(words),
         total=at.total_steps,
         completed=at.step or 0,
-        figures=figures(at) or escape(bar_of_rank),
-        clock=clock(at, waited_s),
+        # The bar of a script says more than what is read from it.
+        figures=(escape(bar_of_rank) if guess else "") or metrics_text(at, guess) or escape(bar_of_rank),
+        clock=guess * (at.eta_s is not None) + time_text(at, waited_s),
     )
 
 
 def describe(status: RunStatus) -> str:
     """Describe the run's state in a few words. While it trains, that is the epoch and its phase."""
-    at, state = status.progress, status.state or RunState.QUEUED
+    at, state = status.shown, status.state or RunState.QUEUED
     words: list[str] = [state]
     if state is RunState.STARTING:
         size = status.world_size
         ranks = "the ranks" if size is None else f"{size} rank{'' if size == 1 else 's'}"
         words = [f"starting {ranks} (importing torch takes some seconds)"]
     if state is RunState.RUNNING and at.epoch is not None:
-        words = [f"epoch {at.epoch}/{'?' if at.epochs is None else at.epochs}"]
+        words = [f"{'~' * status.is_guess}epoch {at.epoch}/{'?' if at.epochs is None else at.epochs}"]
         words += [_PHASES[at.phase]] if at.phase in _PHASES else []
     if (status.attempt or 1) > 1:
         words.append(f"attempt {status.attempt}")
@@ -147,16 +151,16 @@ def describe(status: RunStatus) -> str:
 _PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}
 
 
-def figures(at: RunProgress) -> str:
+def metrics_text(at: RunProgress, guess: str = "") -> str:
     """Return loss, rate and accuracy on the test set, as far as they are known."""
     known = (
-        ("loss {:.4f}", at.loss),
+        (guess + "loss {:.4f}", at.loss),
         ("{:,.0f} samples/s", at.samples_per_s or None),  # a loop may have no samples
         ("acc {:.4f}", at.metrics.get("eval/accuracy")),
     )
     return "  ".join(text.format(value) for text, value in known if value is not None)
 
 
-def clock(at: RunProgress, waited_s: float) -> str:
+def time_text(at: RunProgress, waited_s: float) -> str:
     """Return the time left as the ranks estimate it; until they can, the time waited."""
     return f"{as_clock(waited_s)} elapsed" if at.eta_s is None else f"{as_clock(at.eta_s)} left"

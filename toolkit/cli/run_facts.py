@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.checkpoint.folder import newest_step
-from toolkit.cli import notes
-from toolkit.cli.run_rows import RunRow
-from toolkit.cli.show import given_words, status_rows
+from toolkit.cli import columns, run_rows
+from toolkit.cli.run_rows import RunRow, given_words, status_rows
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
@@ -18,16 +17,20 @@ from toolkit.plugins.report.why.runs import cause_of
 from toolkit.plugins.site import node_history, reservations
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.error_files import read_error_files
-from toolkit.run.attempt.facts import first_failure
+from toolkit.run.attempt.verdict import first_failure
 from toolkit.run.job import nodes
 from toolkit.run.records import run_config
 
 
-def facts(run: RunDir) -> dict[str, Any]:
-    """Return everything that is known."""
+def facts(run: RunDir, row: RunRow | None = None) -> dict[str, Any]:
+    """Return everything that is known. ``row`` is the run's row, if its caller has it and only looks on.
+
+    Without one Slurm is asked about a run that waits or is quiet, and a full disk is looked for.
+    """
     attempts, result, status = run.attempts(), run.result(), run.status()
+    is_onlooker = row is not None
     # A run can be over without a result of its own. Its row says so, for which Slurm was asked.
-    row = status_rows([run])[0]
+    row = row or status_rows([run])[0]
     is_cut_short = row.state in (RunState.STOPPED, RunState.CANCELLED)
     is_over = row.state.startswith("lost") or (result is None and is_cut_short)
     known = status.state if result is None else result.state
@@ -38,7 +41,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     last = attempts[-1] if attempts else None
     saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in (RunState.COMPLETED, RunState.RUNNING) else 0
-    found, situation = cause_of(run), advice.situation_of(run, state)
+    found, situation = cause_of(run, may_write=not is_onlooker), advice.situation_of(run, state)
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
@@ -49,10 +52,14 @@ def facts(run: RunDir) -> dict[str, Any]:
         "first_failure": first_failure_of(run, attempts),
         "given": given_words(run),
         "is_script": situation.is_script,
-        "loss": notes.loss_remark(result.metrics if result is not None and result.metrics else status.progress.metrics),
+        "loss": columns.loss_remark(
+            result.metrics if result is not None and result.metrics else status.progress.metrics
+        ),
         "nodes": list(status.nodes),
-        "stragglers": notes.stragglers(status),
+        "stragglers": run_rows.stragglers(status),
+        "using": row.using if isinstance(row.state, RunState) and row.state.has_ranks else "",
         "last_checkpoint": saved,
+        "printed": status.printed.to_json(),
         "step_reached": reached,
         "steps_lost": max(0, lost),
         "attempts": attempts,
@@ -60,20 +67,20 @@ def facts(run: RunDir) -> dict[str, Any]:
         "start_up": _start_up(attempts, status),
         "efficiency": (result and result.efficiency)
         or efficiency.of_run(run.usage(), attempts, False, status.progress),
-        "ailing_nodes": status.ailing_nodes,
+        "degraded_nodes": status.degraded_nodes,
         "staging": status.staging,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run).items()},
         "doubtful_nodes": {host: text for host, text in node_history.doubtful_for(run).items() if host in status.nodes},
-        "restarts": "" if state == RunState.FAILED else advice.of_restarts(run, last.attempt if last else 1),
-        "next": advice.next_step(situation),
+        "restarts": "" if state == RunState.FAILED else advice.restart_note(run, last.attempt if last else 1),
+        "next": columns.hold_reason(row) or advice.next_step(situation),
     }
 
 
 def _waits_for(run: RunDir, row: RunRow) -> list[str]:
     """Return what a run waits for, with the reservation that Slurm's reason does not name."""
-    found = [note for note in notes.of(row) if note != row.why]
+    found = [note for note in columns.notes_of(row) if note != row.why]
     if re.match(r"ReqNodeNotAvail|Reserv", row.reason or "") and (config := run_config.read(run)) is not None:
-        found += filter(None, map(reservations.holding_back, config.cluster.parts))
+        found += filter(None, map(reservations.holding_back, config.cluster.component_requests))
     return found
 
 

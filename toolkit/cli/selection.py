@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.base.errors import RequestError, RunNotFoundError, nearest
+from toolkit.base.errors import RequestError, RunNotFoundError, did_you_mean
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, RunState, state_word
 from toolkit.files.rundir import RunDir
@@ -59,7 +59,7 @@ def is_asked(args: Namespace) -> bool:
     return any((args.state, args.since, args.name))
 
 
-def by_place(runs: Sequence[RunDir], args: Namespace) -> list[RunDir]:
+def by_path(runs: Sequence[RunDir], args: Namespace) -> list[RunDir]:
     """Return the runs that ``--since`` and ``--name`` leave. No file is read: the paths hold both."""
     since = None if args.since is None else parse_since("--since", args.since, time.time())
     if since is not None:
@@ -75,7 +75,9 @@ def by_state(rows: Sequence[RunRow], states: str | None) -> list[RunRow]:
     wanted = set[str]()
     for word in filter(None, states.split(",")):
         if word not in STATES:
-            raise RequestError(f"--state: no state {word!r}; {nearest(word, STATES)}states: {', '.join(STATES)}")
+            raise RequestError(
+                f"--state: unknown value {word!r}; {did_you_mean(word, STATES)}valid: {', '.join(STATES)}"
+            )
         wanted |= {str(state) for state in GROUPS.get(word, [word])}
     return [row for row in rows if state_word(str(row.state)) in wanted]
 

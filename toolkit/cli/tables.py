@@ -21,6 +21,8 @@ _COLOURS = {
 _COLOURED = ("STATE", "VERDICT")
 #: Columns are left out until those that stay have this much for a long text. Then the longest texts are cut.
 _READABLE = 24
+#: A note, in the last column, has this much before the first column is left out for it, and 8 less before each next.
+_READABLE_NOTE = 64
 _GAP = "  "
 
 
@@ -53,14 +55,15 @@ class Table:
         kept = [*range(len(columns))]
         if width is not None:
             kept = [number for number in kept if any(columns[number][1:]) or len(rows) == 1] or kept
-            for name in drop:
-                if sum(min(_READABLE, wants[number]) + len(_GAP) for number in kept) <= width + len(_GAP):
+            for rank, name in enumerate(drop):
+                most = [_READABLE] * (len(columns) - 1) + [max(_READABLE, _READABLE_NOTE - 8 * rank)]
+                if sum(min(most[number], wants[number]) + len(_GAP) for number in kept) <= width + len(_GAP):
                     break
                 kept = [number for number in kept if columns[number][0] != name]
         columns, wants = [columns[number] for number in kept], [wants[number] for number in kept]
         widths = wants if width is None else _shares(wants, width, wants[0] if is_named else 0)
         #: True if something is left out or cut.
-        self.is_cut = len(kept) < len(rows[0]) or widths != wants
+        self.is_truncated = len(kept) < len(rows[0]) or widths != wants
         cells = [[_padded(text, most) for text in column] for column, most in zip(columns, widths, strict=True)]
         #: The head and the rows, as plain text.
         self.lines = [_GAP.join(row).rstrip() for row in zip(*cells, strict=True)]

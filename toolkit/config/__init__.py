@@ -5,14 +5,14 @@ well under a second.
 """
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.config.job_module import has_own_steps, is_loop, is_plain, job_source
+from toolkit.config.job_module import is_loop, is_plain, job_source, uses_toolkit_steps
 from toolkit.config.layers import Overrides, dump_config, load_config, merged_layers, override_texts
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import filled, leaves
 from toolkit.config.schema import (
     CALLED_JOB,
     FIXED_ON_RESUME,
-    FOREIGN_JOB,
+    SCRIPT_JOB,
     CheckpointConfig,
     DataConfig,
     DistConfig,
@@ -34,15 +34,15 @@ from toolkit.config.validation import (
     check_section,
     check_step,
     check_torch,
-    goes_on_with,
+    may_resume_with,
     validate,
 )
-from toolkit.limits import choose, is_one_line
+from toolkit.constraints import choose, is_one_line
 
 __all__ = [
     "CALLED_JOB",
     "FIXED_ON_RESUME",
-    "FOREIGN_JOB",
+    "SCRIPT_JOB",
     "CheckpointConfig",
     "ClusterConfig",
     "DataConfig",
@@ -68,18 +68,18 @@ __all__ = [
     "command_line",
     "dump_config",
     "filled",
-    "goes_on_with",
-    "has_own_steps",
     "is_loop",
     "is_one_line",
     "is_plain",
     "job_source",
     "leaves",
     "load_config",
+    "may_resume_with",
     "merged_layers",
     "mesh_of",
     "override_texts",
     "put",
+    "uses_toolkit_steps",
     "validate",
     "value_of",
 ]

@@ -20,8 +20,8 @@ from typing import Annotated, Any, TypeAlias
 
 from toolkit.base import hostlist
 from toolkit.base.durations import parse_slurms
-from toolkit.base.errors import ConfigError, RequestError, SlurmError, nearest
-from toolkit.limits import (
+from toolkit.base.errors import ConfigError, RequestError, SlurmError, did_you_mean
+from toolkit.constraints import (
     PATH,
     TEXT,
     OneOf,
@@ -80,7 +80,7 @@ class ClusterConfig:
     #: nodes that must share a block of the site's topology, such as an NVLink domain, as for sbatch --segment
     segment: _Some | None = None
     #: a checkpoint is committed at least so long before the time limit; a script under exec may save so long at a stop
-    signal_delay_s: Annotated[int, Range(0, 65_535)] = 120
+    save_before_limit_s: Annotated[int, Range(0, 65_535)] = 120
     preflight: bool = True  #: check the nodes before the ranks start
     #: always, never: copy the Python environment to the nodes' own disks; auto: if that pays
     stage: Annotated[str, OneOf("auto", "always", "never")] = "auto"
@@ -96,7 +96,7 @@ class ClusterConfig:
     extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
 
     @property
-    def parts(self) -> list[ClusterConfig]:
+    def component_requests(self) -> list[ClusterConfig]:
         """Return what each component of the job asks for. A job without components is its only one.
 
         Spares are asked for with the last component of the shape that most nodes have: they can replace these.
@@ -116,7 +116,7 @@ class ClusterConfig:
     @property
     def ranks(self) -> int:
         """Return the number of ranks that the job is to have."""
-        return sum(part.nodes * part.tasks_per_node for part in self.parts)
+        return sum(part.nodes * part.tasks_per_node for part in self.component_requests)
 
     def check(self) -> None:
         """Refuse what sbatch would not accept, or would take for something else. Raises ConfigError."""
@@ -152,11 +152,12 @@ def _check_component(cluster: ClusterConfig, where: str, own: Mapping[str, Any])
         full = f"{where}.{key}"
         if key not in OF_COMPONENT:
             raise ConfigError(
-                f"{full}: is not a key of a component; {nearest(key, OF_COMPONENT)}valid: {', '.join(OF_COMPONENT)}"
+                f"{full}: is not a key of a component; {did_you_mean(key, OF_COMPONENT)}"
+                f"valid: {', '.join(OF_COMPONENT)}"
             )
         kinds = kinds_of(hints_of(ClusterConfig)[key])
         if not fits(value, kinds):
-            raise ConfigError(f"{full}: {value!r} is refused; it takes {kind_names(kinds)}")
+            raise ConfigError(f"{full}: {value!r} is not valid; must be {kind_names(kinds)}")
         for limit in limits_of(ClusterConfig)[key]:
             limit.check(full, value)
     try:
@@ -170,7 +171,7 @@ def _check_setup(lines: list[str]) -> None:
         if line.startswith(("#SBATCH", "#PBS", "#BSUB")):
             raise ConfigError(f"cluster.setup: {line!r} is an option of sbatch; use cluster.extra")
     if re.search(r"(?<!\\)(?:\\\\)*\\$", lines[-1]):
-        raise ConfigError(f"cluster.setup: {lines[-1]!r} ends with a backslash, which would take the next line along")
+        raise ConfigError(f"cluster.setup: {lines[-1]!r} ends with a backslash, which would join the next line to it")
     # bash -n reads the lines without running them.
     if bash := shutil.which("bash"):
         # In the C locale: bash warns of a locale that this machine lacks, and what it prints counts as an error.
@@ -231,7 +232,7 @@ REFUSED: Mapping[str, str] = {
     "input": "the supervisor reads no input",
     "job-name": "use name",
     "mem": "use cluster.mem_gb; 0 is all memory of a node",
-    "no-kill": "use cluster.spare_nodes or retry.allow_fewer_nodes: without them nobody would requeue the job",
+    "no-kill": "use cluster.spare_nodes or retry.allow_fewer_nodes: without them the job would not be requeued",
     "nodes": "use cluster.nodes; only a range of them, such as 2-4, stands here",
     "ntasks": "use cluster.nodes and cluster.tasks_per_node",
     "ntasks-per-gpu": "use cluster.tasks_per_node",
@@ -244,7 +245,7 @@ REFUSED: Mapping[str, str] = {
     "qos": "use cluster.qos",
     "quiet": _READ_BY_US,
     "segment": "use cluster.segment",
-    "signal": "use cluster.signal_delay_s",
+    "signal": "use cluster.save_before_limit_s",
     "tasks-per-node": "use cluster.tasks_per_node",
     "test-only": _NOTHING_IS_SUBMITTED + "; `toolkit submit --dry-run` shows the script",
     "time": "use cluster.time_min",
@@ -316,7 +317,7 @@ def check_extra(cluster: ClusterConfig) -> None:
     for key, value in cluster.extra.items():
         where, flag = f"cluster.extra.{key}", key.replace("_", "-")
         if flag in seen:
-            raise ConfigError(f"{where}: is there twice, as {seen[flag]}, too")
+            raise ConfigError(f"{where}: is given twice, also as {seen[flag]}")
         seen[flag] = key
         # Only long names: a short one could stand for a flag that is refused or given already.
         if flag in SHORT or flag.startswith("-"):
@@ -327,7 +328,9 @@ def check_extra(cluster: ClusterConfig) -> None:
             raise ConfigError(f"{where}: {REFUSED[flag]}")
         # SPANK plugins of the site add flags that the list does not have.
         if flag not in FLAGS and flag not in _plugins_flags():
-            raise ConfigError(f"{where}: sbatch has no flag --{flag}; {nearest(flag, FLAGS.keys() - REFUSED.keys())}")
+            raise ConfigError(
+                f"{where}: sbatch has no flag --{flag}; {did_you_mean(flag, FLAGS.keys() - REFUSED.keys())}"
+            )
         _check_value(where, flag, value)
     # Last, flags that do not go together.
     for limit in ("mem-per-cpu", "mem-per-gpu"):

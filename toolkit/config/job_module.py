@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -12,10 +13,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from toolkit import registry
-from toolkit.base.errors import ConfigError, nearest
-from toolkit.config.schema import CALLED_JOB, FOREIGN_JOB, JobConfig
+from toolkit.base.errors import ConfigError, did_you_mean
+from toolkit.config.schema import CALLED_JOB, SCRIPT_JOB, JobConfig
 from toolkit.config.source import PythonSource, project_files, read_source
-from toolkit.limits import one_of
+from toolkit.constraints import one_of
 
 #: The class that a job derives from.
 _BASE = "toolkit.Job"
@@ -56,7 +57,8 @@ def check_job(config: JobConfig, project: Path | None) -> None:
         if main is None:
             what = "and as a script it would do nothing, for it calls nothing"
             if _calls_something(source, project):
-                what = f"so it is a script of its own: `toolkit submit {source.path}` runs it, or job: with its path"
+                path = shlex.quote(str(source.path))
+                what = f"so it is a script of its own: `toolkit submit {path}` runs it, or job: with its path"
             raise ConfigError(
                 f"job: {config.job} ({source.path}) has no function main(config) that is left to the toolkit, no class "
                 f"derived from toolkit.Job, and no loop with toolkit.start(), {what}"
@@ -117,7 +119,7 @@ def params_source(source: PythonSource, project: Path | None) -> PythonSource:
     on a rank.
     """
     folder = project or Path.cwd()
-    if "Params" in source.classes or source.imports("Params"):
+    if "Params" in source.classes or source.is_imported("Params"):
         return source
     for node in _derived(source, folder).values():
         for base in node.bases:
@@ -140,13 +142,13 @@ def is_loop(job: str, project: Path | None = None) -> bool:
     )
 
 
-def has_own_steps(job: str) -> bool:
+def uses_toolkit_steps(job: str) -> bool:
     """True if the steps of a job are the toolkit's, also those of a user's own loop, but not of a library's.
 
     Those of a plain function ``main(config)`` are taken for the toolkit's.
     """
-    if job == FOREIGN_JOB or not is_loop(job):
-        return job != FOREIGN_JOB
+    if job == SCRIPT_JOB or not is_loop(job):
+        return job != SCRIPT_JOB
     return "toolkit.start" in read_source(job_source(job)).called
 
 
@@ -239,7 +241,7 @@ def job_source(job: str, project: Path | None = None) -> Path:
             return path
         paths = [*project.glob("*.py"), *project.glob("jobs/*.py")]
         scripts = sorted(str(path.relative_to(project)) for path in paths)
-        raise ConfigError(f"job: there is no file {path}; {nearest(job, scripts)}".rstrip("; "))
+        raise ConfigError(f"job: there is no file {path}; {did_you_mean(job, scripts)}".rstrip("; "))
     spec = _spec(job.split("."), project)
     if spec is None or spec.origin is None or not spec.has_location:
         file = Path(job.replace(".", "/") + ".py")
@@ -250,10 +252,10 @@ def job_source(job: str, project: Path | None = None) -> Path:
         module = job.rpartition(".")[0]
         above = _spec(module.split("."), project) if module else None
         if above is not None and above.submodule_search_locations is None:
-            raise ConfigError(f"job: {job}: name the module alone, `job: {module}`; its class is found by itself")
+            raise ConfigError(f"job: {job}: name the module alone, `job: {module}`; its class is found automatically")
         found = sorted(f"{p.parent.name}.{p.stem}" for p in project.glob("jobs/*.py") if p.stem != "__init__")
         there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
-        raise ConfigError(f"job: no module {job!r}; {nearest(job, found)}{there}")
+        raise ConfigError(f"job: no module {job!r}; {did_you_mean(job, found)}{there}")
     return Path(spec.origin)
 
 

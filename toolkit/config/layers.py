@@ -3,7 +3,7 @@
 Later layers win: the defaults of schema.py, some variables of sbatch, the site's defaults (``$TOOLKIT_SITE`` or
 ``~/.config/toolkit/site.yaml``), the file that ``extends:`` names, the file itself, ``key=value`` arguments. Files and
 arguments are YAML 1.2, see yaml_core.py. A value may refer to others: ``${optim.lr}``, as OmegaConf reads it. The nodes
-of a layer are read as the keys and types of a schema. An error for a misfit names the key and the line, and says what
+of a layer are read as the keys and types of a schema. The error for a misfit names the key and the line, and says what
 to write.
 """
 
@@ -16,6 +16,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -23,18 +25,26 @@ from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit.base import fsio
 from toolkit.base.durations import parse_minutes, parse_slurms
-from toolkit.base.errors import ConfigError, listing, nearest
+from toolkit.base.errors import ConfigError, did_you_mean, listing
 from toolkit.config import yaml_core
 from toolkit.config.cluster import instead_of_flag
 from toolkit.config.job_module import job_source, params_source
 from toolkit.config.params import dataclass_in, defaults_of
-from toolkit.config.schema import FOREIGN_JOB, JobConfig, all_keys
-from toolkit.config.script_arguments import MISSING, References, build, escaped, final_value, named, refers, resolved
+from toolkit.config.schema import SCRIPT_JOB, JobConfig, all_keys, requirements_of, value_of
+from toolkit.config.script_arguments import (
+    MISSING,
+    References,
+    build,
+    escaped,
+    final_value,
+    option_names,
+    refers,
+    resolved,
+)
 from toolkit.config.script_keys import ActingKeys, acting_keys
 from toolkit.config.source import read_source
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
-from toolkit.files import records
-from toolkit.limits import (
+from toolkit.constraints import (
     NAME_OF_KIND,
     PLAIN,
     as_kind,
@@ -46,6 +56,7 @@ from toolkit.limits import (
     kind_names,
     kinds_of,
 )
+from toolkit.files import records
 
 #: Variables in which a user's profile holds options of sbatch, by the keys of ``cluster``. sbatch itself does not get
 #: them: it would prefer them to the options in the script, which are those of the config.
@@ -122,7 +133,8 @@ def merged_layers(
         layers += file_layers(Path(path), ())
     described = next((layer for layer in layers if layer.sweep is not None), None)
     if described is not None and not sweep:
-        raise ConfigError(f"{described.name}: sweep: describes many runs; `toolkit sweep {path}` submits them")
+        command = shlex.join(["toolkit", "sweep", str(path)])
+        raise ConfigError(f"{described.name}: sweep: describes many runs; `{command}` submits them")
     texts = override_texts(overrides)
     layers += map(override_layer, texts)
     # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
@@ -131,7 +143,7 @@ def merged_layers(
         values = read_section(layer, layer.root, JobConfig)
         if "argv" in values:  # a later layer wins, whichever way it gives an option
             merged["args"] = {
-                name: value for name, value in merged["args"].items() if name not in named(values["argv"])
+                name: value for name, value in merged["args"].items() if name not in option_names(values["argv"])
             }
         _merge(merged, values)
         origins |= dict.fromkeys(_keys_in(values), layer.name)
@@ -146,7 +158,9 @@ def merged_layers(
     # Of a run's own config only the changes are checked: its script may be another one now.
     of_user = layers[of_site:] if site else layers[len(layers) - len(texts) :]
     if site or project is not None:
-        _refuse_unread(of_user, acting_keys(str(job), merged["argv"], project), merged)
+        acting = acting_keys(str(job), merged["argv"], project)
+        _refuse_unread(of_user, acting, merged)
+        _refuse_idle(of_user, len(texts), acting, merged, sweep=sweep)
     own = _own_keys(str(job), project, given)
     if own is not None:
         merged["params"] = escaped(defaults_of(own, MISSING))
@@ -160,7 +174,7 @@ def merged_layers(
 def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]]) -> type | None:
     """Return the job's ``Params``. None where the job cannot be found or read: `validate()` reports that."""
     try:
-        source = None if job == FOREIGN_JOB else params_source(read_source(job_source(job, project)), project)
+        source = None if job == SCRIPT_JOB else params_source(read_source(job_source(job, project)), project)
     except (ConfigError, OSError):
         # Given params cannot be checked without the file, so the error must be raised now.
         if given:
@@ -175,8 +189,8 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
                 how = "`@dataclass` and `class Params:` with `width: int = 256` below it"
                 if "Params" in source.classes:
                     place = source.place(source.classes["Params"])
-                    why = f"class Params ({place}) is no dataclass; write `@dataclass` from dataclasses before it"
-                elif source.imports("Params"):
+                    why = f"class Params ({place}) is not a dataclass; write `@dataclass` from dataclasses before it"
+                elif source.is_imported("Params"):
                     why = f"{source.path} imports Params, and its keys must be known without importing it: "
                     why += f"write {how} there"
                 else:
@@ -188,28 +202,71 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[Layer, Node]
 def _refuse_unread(layers: Sequence[Layer], acting: ActingKeys, merged: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first key or option of these layers that makes no difference to the job.
 
-    A key makes one where another refers to it. Log a warning of keys of a program that is not known to read them.
+    Log a warning of keys of a program that is not known to read them.
     """
-    references = re.findall(r"\$\{([^}]*)\}", json.dumps(merged, default=str))
     unchecked = []
+    for layer, key, node in _unreferred(layers, merged):
+        if not acting.has_effect(key):
+            raise layer.error(node, acting.refusal(key, node.value if isinstance(node, ScalarNode) else "..."))
+        if key == "args" and isinstance(node, MappingNode):
+            for name in layer.pairs(node).keys() - option_names(merged["argv"]):  # words of ``argv`` are set
+                if refusal := acting.refusal_of_option(name):
+                    raise layer.error(node, refusal)
+        if not acting.script and not acting.is_toolkit_key(key):
+            unchecked.append(key)
+    if unchecked:
+        records.warn_once(
+            f"{merged['argv'][0]} cannot be read as Python, so whether it reads {listing(unchecked, 4)} is not known"
+        )
+
+
+def _refuse_idle(
+    layers: Sequence[Layer], arguments: int, acting: ActingKeys, merged: Mapping[str, Any], *, sweep: bool
+) -> None:
+    """Raise ConfigError for a key that changes nothing because of another key, such as ``strategy.name``.
+
+    The last ``arguments`` of the layers are the command line's. A warning is enough where a later layer than that of
+    the key has set the other one (a file of local_sgd, submitted with ``strategy.name=ddp``), and in a sweep whose
+    points may differ in it.
+    """
+    files = len(layers) - arguments
+    order = {id(layer): min(number, files) for number, layer in enumerate(layers)}
+    set_in = {key: order[id(layer)] for layer in layers for key, _ in _leaf_nodes(layer, layer.root)}
+    for layer, key, node in _unreferred(layers, merged):
+        for needs in requirements_of(key):
+            values = {other: _at(merged, other) for other in (need.partition("=")[0] for need in needs)}
+            is_open = any(isinstance(value, str) and refers(value) for value in values.values())
+            is_default = _at(merged, key) == value_of(JobConfig(), key)
+            if is_open or is_default or any(_is_met(merged, need) for need in needs):
+                continue
+            if not acting.is_toolkit_key(key):  # the script reads it, for whatever it needs it
+                continue
+            shown = {other: value if isinstance(value, str) else json.dumps(value) for other, value in values.items()}
+            now = " and ".join(f"{other} is {value}" for other, value in shown.items())
+            text = f"{key}: changes nothing while {now}; set {' or '.join(needs)}, or leave it out"
+            last = max(set_in.get(other, -1) for other in values)
+            if last <= order[id(layer)] and not (sweep and last == files):
+                raise layer.error(node, text)
+            records.warn_once(text)
+
+
+def _at(merged: Mapping[str, Any], key: str) -> Any:
+    return reduce(getitem, key.split("."), merged)
+
+
+def _is_met(merged: Mapping[str, Any], need: str) -> bool:
+    key, equals, word = need.partition("=")
+    return bool(_at(merged, key) == word if equals else _at(merged, key))
+
+
+def _unreferred(layers: Sequence[Layer], merged: Mapping[str, Any]) -> Iterator[tuple[Layer, str, Node]]:
+    """Yield the keys that the layers give, but those to which another refers: these make a difference there."""
+    references = re.findall(r"\$\{([^}]*)\}", json.dumps(merged, default=str))
     for layer in layers:
         for key, node in _leaf_nodes(layer, layer.root):
             leaf = key.rpartition(".")[2]
-            if any(leaf in reference for reference in references):
-                continue
-            if not acting.include(key):
-                raise layer.error(node, acting.refusal(key, node.value if isinstance(node, ScalarNode) else "..."))
-            if key == "args" and isinstance(node, MappingNode):
-                for name in layer.pairs(node).keys() - named(merged["argv"]):  # words of ``argv`` are set
-                    if refusal := acting.refusal_of_option(name):
-                        raise layer.error(node, refusal)
-            if not acting.script and not acting.include_by_toolkit(key):
-                unchecked.append(key)
-    if unchecked:
-        records.warn_once(
-            f"{merged['argv'][0]} is no Python file that can be read, so whether it reads {listing(unchecked, 4)} is "
-            "not known"
-        )
+            if not any(leaf in reference for reference in references):
+                yield layer, key, node
 
 
 def _leaf_nodes(layer: Layer, node: MappingNode, prefix: str = "") -> Iterator[tuple[str, Node]]:
@@ -254,6 +311,8 @@ class Layer:
 
     def error(self, node: Node, text: str) -> ConfigError:
         """Return an error that begins with the place of ``node``."""
+        if not self.has_lines and self.name.startswith(f"argument '{text.partition(':')[0]}="):
+            return ConfigError(text)  # it names the key of the argument
         place = f"{self.name}, line {node.start_mark.line + 1}" if self.has_lines else self.name
         return ConfigError(f"{place}: {text}")
 
@@ -265,14 +324,16 @@ class Layer:
             raise ConfigError(f"{self.name}: is not valid YAML: {error}") from None
 
 
+def site_path() -> Path:
+    """Return the file of the site's defaults."""
+    return Path(os.environ.get("TOOLKIT_SITE") or fsio.expand("~/.config/toolkit/site.yaml"))
+
+
 def site_layers() -> list[Layer]:
     """Return the layers of the site's file; none if it is absent. Raises ConfigError if TOOLKIT_SITE names it."""
-    named = os.environ.get("TOOLKIT_SITE")
-    path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
     # Path's own is_file raises for a HOME that is too long.
-    if not (named or os.path.isfile(path)):  # noqa: PTH113
-        return []
-    return file_layers(path, ())
+    is_there = os.environ.get("TOOLKIT_SITE") or os.path.isfile(site_path())  # noqa: PTH113
+    return file_layers(site_path(), ()) if is_there else []
 
 
 def _as_program(path: Path) -> str:
@@ -290,12 +351,12 @@ def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         root = yaml_core.compose(fsio.read_text(path))
     except FileNotFoundError:
         others = sorted(map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else []
-        hint = f"; {nearest(str(path), others)}there are: {', '.join(others)}" if others else ""
+        hint = f"; {did_you_mean(str(path), others)}there are: {', '.join(others)}" if others else ""
         raise ConfigError(f"{path}{by}: no such config file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}{by}: cannot be read: {error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}{by}: is no text in UTF-8, and so no config{_as_program(path)}") from None
+        raise ConfigError(f"{path}{by}: is not UTF-8 text, and so not a config{_as_program(path)}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     if root is None:
@@ -347,7 +408,7 @@ def override_layer(text: str) -> Layer:
     """Return ``key=value`` as a layer of one value."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{text!r}: an override is key=value, such as optim.lr=0.1")
+        raise ConfigError(f"{text!r}: is not key=value; write it as in optim.lr=0.1")
     try:
         node = yaml_core.compose(value)
     except ValueError as error:
@@ -381,7 +442,7 @@ def parts_of(key: str) -> list[str]:
 
 #: References to the environment are refused: a config is written to the run's folder, TensorBoard and the terminal.
 _NO_ENVIRONMENT = (
-    "is refused: the variable's value would be written into the run's files. Give what is no secret as an argument "
+    "is refused: the variable's value would be written into the run's files. Give what is not secret as an argument "
     "that the shell fills in, key=$VARIABLE; a program of notify finds the variable in its own environment"
 )
 #: Limit on nesting: an alias in YAML may refer to what contains it.
@@ -412,11 +473,11 @@ def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dic
             leaf = full.rpartition(".")[2]
             elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
             if prefix in ("", "cluster.") and not elsewhere and (advice := instead_of_flag(key)) is not None:
-                raise layer.error(key_node, f"unknown key {full!r}; {advice}")
-            there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
+                raise layer.error(key_node, f"{full}: unknown key; {advice}")
+            there = f"did you mean {elsewhere[0]!r}? " if elsewhere else did_you_mean(full, all_keys())
             own = "" if "." in full else f"a key of the job's own is params.{full}; "
-            likeliest = (there if elsewhere and not prefix else nearest(full, here)) or there or own
-            raise layer.error(key_node, f"unknown key {full!r}; {likeliest}valid here: {', '.join(sorted(valid))}")
+            likeliest = (there if elsewhere and not prefix else did_you_mean(full, here)) or there or own
+            raise layer.error(key_node, f"{full}: unknown key; {likeliest}valid here: {', '.join(sorted(valid))}")
         if full == "params" and schema is JobConfig:  # the job says what is in there
             continue
         # A section is read key by key, any other value by its type.
@@ -484,7 +545,7 @@ def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
     if full == "cluster.time_min" and isinstance(value, str):
         value = value if (minutes := parse_minutes(value)) is None else minutes
     if not fits(value, kinds):
-        raise layer.error(node, _misfit(layer, node.value, value, kinds, full))
+        raise layer.error(node, _wrong_type(layer, node.value, value, kinds, full))
     try:
         check_word(full, value, hint)
     except ConfigError as error:
@@ -492,12 +553,12 @@ def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
     return as_kind(value, kinds)  # type: ignore[no-any-return]
 
 
-def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], full: str) -> str:
+def _wrong_type(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], full: str) -> str:
     """Return what to write instead of a value of another type."""
     # Each branch is a mistake of its own: an empty value, missing quotes, a time as Slurm writes it.
-    takes = f"this key takes {kind_names(kinds)}"
+    takes = f"must be {kind_names(kinds)}"
     if value is None:
-        return f"{full}: is empty (null), and {takes}"
+        return f"{full}: is empty (null); {takes}"
     kind = NAME_OF_KIND[type(value)]
     if full.startswith("secrets."):  # do not show what may be the secret itself
         return f"{full}: takes `env` or the path of a file, and this is {kind} to YAML"
@@ -506,7 +567,7 @@ def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], ful
         quoted = f"{key}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
         return f"{full}: takes text, and {written} is {kind} to YAML; quote it: {quoted}"
     if full == "cluster.time_min":
-        takes = "this key takes minutes, or a time such as 4h, 90min, 2:00:00 or 1-12:00:00"
+        takes = "must be minutes, or a time such as 4h, 90min, 2:00:00 or 1-12:00:00"
         if parse_slurms(str(value)):
             takes += f"; Slurm reads this as minutes and seconds: give {written}:00 for hours and minutes"
-    return f"{full}: {written!r} is {kind}, and {takes}"
+    return f"{full}: {written!r} is {kind}; {takes}"

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from toolkit.config.optim import OptimConfig
 from toolkit.config.schema import JobConfig, TrainConfig, value_of
-from toolkit.limits import choose
+from toolkit.constraints import choose
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -61,7 +61,7 @@ KEYS = (
 _SAME = 1e-4
 
 
-def keys_of(config: JobConfig) -> dict[str, Any]:
+def schedule_settings(config: JobConfig) -> dict[str, Any]:
     """Return the values that a schedule of the toolkit's depends on."""
     return {key: value_of(config, key) for key in KEYS}
 
@@ -114,7 +114,7 @@ def rate_change_by(saved: Any, step: int, config: JobConfig, run_id: str) -> Rat
     if not math.isclose(formula(step), saved["next"], rel_tol=_SAME):
         return None
     total = total_steps(config.train, size, batch)
-    return rate_change(saved, step, build_schedule(config.optim, total)(step), total, keys_of(config), run_id)
+    return rate_change(saved, step, build_schedule(config.optim, total)(step), total, schedule_settings(config), run_id)
 
 
 def _optim(keys: Mapping[str, Any]) -> OptimConfig:

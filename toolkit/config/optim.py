@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
 from toolkit.base.errors import ConfigError
-from toolkit.limits import STEPS, Factor, Momentum, OneOf, Range, Steps, one_of, within
+from toolkit.constraints import STEPS, Factor, Momentum, OneOf, Range, Steps, one_of, within
 
 #: ``optim.name`` may also be the path of a class.
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
@@ -51,19 +51,21 @@ class OptimConfig:
 
     def check(self) -> None:
         """Refuse what no optimizer, or not the chosen one, can do. Raises ConfigError."""
-        if not is_path(self.name):
+        if not is_class_path(self.name):
             one_of("optim.name", self.name, [*OPTIMIZERS, "package.module.Class"])
         # A key that is not at its empty default must be one that the optimizer has.
         for key, names in _ONLY.items():
-            is_theirs = self.name in names or (key == "arguments" and is_path(self.name))
+            is_theirs = self.name in names or (key == "arguments" and is_class_path(self.name))
             if getattr(self, key) not in (None, [], {}) and not is_theirs:
-                instead = "set the argument of that name in optim.arguments" if is_path(self.name) else "leave it out"
+                instead = (
+                    "set the argument of that name in optim.arguments" if is_class_path(self.name) else "leave it out"
+                )
                 if key == "arguments":
                     instead = "for others name the class by its path, such as optim.name: torch.optim.SGD"
                 raise ConfigError(f"optim.{key}: is for optim.name {', '.join(names)}, not {self.name}; {instead}")
         if self.betas and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
             raise ConfigError(
-                f"optim.betas: {self.betas} is refused; two numbers from 0 to below 1, such as [0.9, 0.95]"
+                f"optim.betas: {self.betas} is out of range; must be two numbers from 0 to below 1, such as [0.9, 0.95]"
             )
         if self.nesterov and self.momentum == 0:
             raise ConfigError(
@@ -88,7 +90,7 @@ class OptimConfig:
             )
 
 
-def is_path(name: str) -> bool:
+def is_class_path(name: str) -> bool:
     """True if ``name`` can be that of a class in a module: ``package.module.Class``."""
     return _PATH.fullmatch(name) is not None
 
@@ -102,7 +104,9 @@ def _check_muon(arguments: Mapping[str, Any]) -> None:
         _check_number("optim.arguments.ns_steps", arguments["ns_steps"], 1, 99, whole=True)
     coefficients = arguments.get("ns_coefficients", [0.0] * 3)
     if not isinstance(coefficients, list) or len(coefficients) != 3:
-        raise ConfigError(f"optim.arguments.ns_coefficients: {coefficients!r} is refused; a list of three numbers")
+        raise ConfigError(
+            f"optim.arguments.ns_coefficients: {coefficients!r} is not valid; must be a list of three numbers"
+        )
 
 
 def _check_group(optim: OptimConfig, key: str, settings: Mapping[str, Any]) -> None:
@@ -111,7 +115,7 @@ def _check_group(optim: OptimConfig, key: str, settings: Mapping[str, Any]) -> N
     for name, value in settings.items():
         if name in ("lr_scale", "weight_decay"):
             _check_number(f"{key}.{name}", value, 0, 10_000)
-        elif not is_path(optim.name):
+        elif not is_class_path(optim.name):
             one_of(key, name, valid)
             one_of(f"{key}.optimizer", str(value), ("muon", "adamw"))
         elif name == "lr":
@@ -120,5 +124,5 @@ def _check_group(optim: OptimConfig, key: str, settings: Mapping[str, Any]) -> N
 
 def _check_number(key: str, value: Any, least: float, most: float, *, whole: bool = False) -> None:
     if type(value) not in ((int,) if whole else (int, float)):
-        raise ConfigError(f"{key}: {value!r} is refused; it must be a {'whole ' if whole else ''}number")
+        raise ConfigError(f"{key}: {value!r} is not valid; must be a {'whole ' if whole else ''}number")
     within(key, value, least, most)

@@ -22,10 +22,10 @@ from functools import lru_cache, reduce
 from types import MappingProxyType, ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from toolkit import limits
-from toolkit.base.errors import ConfigError, nearest
+from toolkit import constraints
+from toolkit.base.errors import ConfigError, did_you_mean
 from toolkit.config.source import PythonSource
-from toolkit.limits import container_of, item_hints, members
+from toolkit.constraints import container_of, item_hints, members
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ def filled(kind: type[T], values: Mapping[str, Any], key: str = "params") -> T:
     valid = {f.name: f for f in fields(kind) if f.init}  # type: ignore[arg-type]
     for name in values:
         if name not in valid:
-            likeliest = nearest(f"{key}.{name}", [f"{key}.{other}" for other in valid])
-            raise ConfigError(f"unknown key '{key}.{name}'; {likeliest}valid here: {', '.join(sorted(valid))}")
+            likeliest = did_you_mean(f"{key}.{name}", [f"{key}.{other}" for other in valid])
+            raise ConfigError(f"{key}.{name}: unknown key; {likeliest}valid here: {', '.join(sorted(valid))}")
     for name, f in valid.items():
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"{key}.{name}: must be given, for {kind.__name__} has no default for it")
@@ -125,7 +125,7 @@ def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingPr
     """
     found: dict[str, Any] = {}
     for f in fields(schema):
-        hint, default = limits.hints_of(schema)[f.name], declared(f).default
+        hint, default = constraints.hints_of(schema)[f.name], declared(f).default
         value = given.get(f.name, default)
         if is_dataclass(hint):
             found[f.name] = defaults_of(hint, required, {} if value is MISSING else value)
@@ -284,18 +284,20 @@ class _DataclassReader:
             hints: dict[str, Any] = get_type_hints(hint)
             return {name: self._plain_value(getattr(value, name), hints[name], node) for name in hints}
         try:
-            return limits.plain(_without_members(value), hint)
+            return constraints.plain(_without_members(value), hint)
         except ValueError as error:
             why = f": it {error}" if str(error) else ""
             given = ast.unparse(node.value) if node.value else ""
-            raise self._error(node, f"the default {given} does not fit its type {limits.text_of(hint)}{why}") from None
+            raise self._error(
+                node, f"the default {given} does not fit its type {constraints.text_of(hint)}{why}"
+            ) from None
 
     def _plain_type(self, hint: Any, node: ast.AnnAssign) -> Any:
         """Return a type as configs have it: an Enum is one of its names, a sequence a list."""
         origin, args = get_origin(hint), get_args(hint)
-        if hint in (*limits.SCALARS, NoneType, Any):
+        if hint in (*constraints.SCALARS, NoneType, Any):
             return hint
-        if origin is Literal and all(isinstance(word, (*limits.SCALARS, NoneType)) for word in args):
+        if origin is Literal and all(isinstance(word, (*constraints.SCALARS, NoneType)) for word in args):
             return hint
         if isinstance(hint, type) and issubclass(hint, Enum):
             return Literal[tuple(hint.__members__)]

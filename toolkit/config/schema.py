@@ -7,18 +7,19 @@ trains.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeAlias
 
+from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.optim import OptimConfig
 from toolkit.config.params import leaves
 from toolkit.config.strategy import StrategyConfig
-from toolkit.limits import (
+from toolkit.constraints import (
     LINES,
     MANY,
     PATH,
@@ -34,7 +35,7 @@ from toolkit.limits import (
 )
 
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
-FOREIGN_JOB = "toolkit.nodes.start.foreign"
+SCRIPT_JOB = "toolkit.nodes.start.user_script"
 #: ``job`` of a run that another program has started by calling ``toolkit.start()``, such as a job of submitit's or a
 #: notebook. Only that program can start it again.
 CALLED_JOB = "toolkit.start"
@@ -42,21 +43,41 @@ CALLED_JOB = "toolkit.start"
 #: Keys that a resume may not change: the data order and the shape of the state follow from them.
 FIXED_ON_RESUME = (
     *("job", "strategy.name", "strategy.compression", "strategy.compression_average"),
-    *("data.name", "data.global_batch_size", "data.repeats", "data.split"),
+    *("data.name", "data.global_batch_size", "data.augment_repeats", "data.partition"),
     *("model.name", "optim.name", "train.seed"),
 )
+#: What a key, or a section with a dot, needs to act: one of these, a key that is on or that has this value. A section
+#: that is named after a strategy needs that strategy.
+_ACTS_WITH: Mapping[str, tuple[str, ...]] = {
+    "cluster.gpu_type": ("cluster.gpus_per_node", "cluster.components"),
+    "cluster.stage_dir": ("cluster.stage=auto", "cluster.stage=always", "data.stage"),
+    "cluster.container_mounts": ("cluster.container",),
+    "strategy.compression_ratio": ("strategy.compression=topk",),
+    "strategy.compression_rank": ("strategy.compression=powersgd",),
+    "strategy.activation_checkpointing_every": ("strategy.activation_checkpointing",),
+    "strategy.local_sgd.outer_lr": ("strategy.local_sgd.outer=diloco",),
+    "strategy.local_sgd.outer_momentum": ("strategy.local_sgd.outer=diloco",),
+    "strategy.parameter_server.staleness": ("strategy.parameter_server.mode=bounded",),
+    "strategy.pipeline.stages_per_rank": ("strategy.pipeline.schedule=interleaved",),
+    "data.max_bad_samples": ("data.bad_samples=skip",),
+    "data.images.magnitude": ("data.images.policy=rand_augment",),
+    "model.init_from_average": ("model.init_from",),
+    "optim.momentum": ("optim.name=sgd", "optim.name=muon"),
+    "optim.decay_norms_and_biases": ("optim.weight_decay", "optim.groups"),
+    "train.pruning.": ("train.pruning.amount",),
+}
 #: What an option of a script may be. A list is an option with several words; true is an option without one.
 Argument: TypeAlias = str | int | float | bool | list[str | int | float]
-_DECAY = Where(lambda decay: 0 < decay < 1, "{!r} is refused; between 0 and 1, such as 0.999")
-_PRUNED = Where(lambda amount: 0 <= amount < 1, "{!r} is refused; from 0 to below 1, such as 0.8")
+_DECAY = Where(lambda decay: 0 < decay < 1, "{!r} is out of range; must be between 0 and 1, such as 0.999")
+_PRUNED = Where(lambda amount: 0 <= amount < 1, "{!r} is out of range; must be from 0 to below 1, such as 0.8")
 _ENOUGH = Where(
     lambda keep: keep >= 2,
-    "{!r} is refused: if the only checkpoint turns out damaged, nothing is left to resume from; use 2 or more",
+    "{!r} is out of range; must be 2 or more: a run cannot resume if its only checkpoint is damaged",
 )
 _METRIC = Where(
     re.compile(r"-?[^\s-].*").fullmatch,
-    "{!r} is no metric: give its name as in TensorBoard, such as eval/accuracy, with a minus before it (-eval/loss) if "
-    "less is better",
+    "{!r} is not a metric: give its name as in TensorBoard, such as eval/accuracy, with a minus before it (-eval/loss) "
+    "if less is better",
 )
 _ELSEWHERE = Where(is_absolute, "{!r} is relative, and ranks run elsewhere: give an absolute path")
 _NAME = Where(
@@ -64,9 +85,14 @@ _NAME = Where(
     "{!r} names a folder: 100 letters, digits, . _ - at most, the first a letter or a digit; without the key it is the "
     "config file's name",
 )
+_EVENTS = Where(
+    {"end", "failure", "preemption", "first_step"}.issuperset,
+    "{!r} is not a list of events: end, failure, preemption, first_step",
+)
+_ADDRESS = Where(re.compile(r"[^\s@,<>]+@[^\s@,<>]+").fullmatch, "{!r} is not a mail address, such as me@example.org")
 _COMMAND = Where(
     lambda words: not words or words[0],
-    "{!r} is no command: a list of a program and its arguments, such as [mail, -s, done, me@example.org]",
+    "{!r} is not a command: give a list of a program and its arguments, such as [mail, -s, done, me@example.org]",
 )
 
 
@@ -96,7 +122,7 @@ class DistConfig:
     """The process group."""
 
     backend: Annotated[str, OneOf(kind="backends")] = "auto"  #: auto: nccl with GPUs, else gloo
-    timeout_s: Annotated[int, Range(1, 7 * 86_400)] = 600  #: after which a rank that hangs is noticed
+    timeout_s: Annotated[int, Range(1, 7 * 86_400)] = 600  #: half of it without progress counts as a hang
 
 
 @dataclass
@@ -131,12 +157,13 @@ class DataConfig:
     #: skip: a training sample that cannot be loaded is replaced by another one, and listed
     bad_samples: Annotated[str, OneOf("fail", "skip")] = "fail"
     max_bad_samples: Annotated[int, Range(0, STEPS)] = 100  #: with skip; more of them in the whole run end it
-    share: Annotated[str, OneOf("even", "auto")] = "even"  #: auto: slower ranks get fewer samples of each global batch
+    #: auto: slower ranks get fewer samples of each global batch
+    balance: Annotated[str, OneOf("even", "auto")] = "even"
     #: a global batch holds each of its images so many times, each time augmented differently
-    repeats: Annotated[int, Range(1, 1024)] = 1
+    augment_repeats: Annotated[int, Range(1, 1024)] = 1
     images: ImageConfig = field(default_factory=ImageConfig)  #: of image_folder
     #: blocks or hash: each rank reads the same part of the data set for the whole run
-    split: Annotated[str, OneOf("global", "blocks", "hash")] = "global"
+    partition: Annotated[str, OneOf("global", "blocks", "hash")] = "global"
 
     def check(self) -> None:
         """Refuse keys of the data that do not go with each other. Raises ConfigError."""
@@ -160,24 +187,23 @@ class DataConfig:
             )
         # These would change which samples a rank reads.
         for key, is_set, why in (
-            ("repeats", self.repeats > 1, "copies of a sample would be on other ranks; use 1"),
-            ("share", self.share == "auto", "auto would change how far each rank is in its part; use even"),
+            ("augment_repeats", self.augment_repeats > 1, "copies of a sample would be on other ranks; use 1"),
+            ("balance", self.balance == "auto", "auto would change how far each rank is in its part; use even"),
             ("bad_samples", self.bad_samples == "skip", "skip takes another sample, of any part; use fail"),
         ):
-            if is_set and self.split != "global":
+            if is_set and self.partition != "global":
                 raise ConfigError(
-                    f"data.{key}: does not go with data.split: {self.split}: {why}, or data.split: global"
+                    f"data.{key}: does not go with data.partition: {self.partition}: {why}, or data.partition: global"
                 )
 
 
 @dataclass
 class ModelConfig:
-    """What to train. ``init_from``: where a new run's weights are, see files/origin.py; ``init_weights``: which."""
+    """What to train. ``init_from``: where a new run's weights are; ``init_from_average``: which."""
 
     name: str = "mlp"  #: of one of the job's models
     init_from: Annotated[str, PATH] | None = None  #: a run, a checkpoint or a file of weights
-    #: average or raw; null: the average of the weights where there is one
-    init_weights: Annotated[str, OneOf("average", "raw")] | None = None
+    init_from_average: bool | None = None  #: true: the average of its weights; false: the raw ones; null: what it has
     freeze: list[str] = field(default_factory=list)  #: patterns of parameters that are not trained, such as layer1.*
 
 
@@ -255,7 +281,18 @@ class CheckpointConfig:
     #: and the best by this metric: eval/accuracy, or -eval/loss where less is better
     keep_best: Annotated[str, TEXT, _METRIC] | None = None
     copy_to: Annotated[str, PATH, _ELSEWHERE] | None = None  #: a second folder for them, on another disk
-    background: bool = True  #: write while the training goes on; takes host memory for a copy of what a rank writes
+    background: bool = True  #: write while the training continues; takes host memory for a copy of what a rank writes
+
+
+@dataclass
+class NotifyConfig:
+    """Who is told what becomes of the run, see docs/notify.md."""
+
+    #: end, failure (also one after which it restarts), preemption (whatever takes it back to the queue), first_step
+    when: Annotated[list[str], _EVENTS] = field(default_factory=lambda: ["end"])
+    command: Annotated[list[str], LINES, _COMMAND] = field(default_factory=list)  #: a program that is called
+    slack: Annotated[str, PATH, _ELSEWHERE] | None = None  #: a file of mode 600 with the address of a webhook
+    mail: Annotated[str, TEXT, _ADDRESS] | None = None  #: an address; the batch host must have a sendmail
 
 
 @dataclass
@@ -276,7 +313,7 @@ class JobConfig:
     #: a script's options by name: {epochs: 3} is --epochs 3
     args: Annotated[dict[str, Argument], LINES] = field(default_factory=dict)
     #: of `toolkit exec`: more words, from the second attempt on
-    on_restart: Annotated[list[str], LINES] = field(default_factory=list)
+    restart_args: Annotated[list[str], LINES] = field(default_factory=list)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     dist: DistConfig = field(default_factory=DistConfig)
@@ -287,10 +324,9 @@ class JobConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     secrets: dict[str, str] = field(default_factory=dict)  #: variable of the ranks: env, or a file; docs/security.md
-    #: [wandb, mlflow:PROJECT] get the curves while the run goes on
+    #: [wandb, mlflow:PROJECT] get the curves while the run continues
     trackers: Annotated[list[str], LINES] = field(default_factory=list)
-    #: a command that is called at the end
-    notify: Annotated[list[str], LINES, _COMMAND] = field(default_factory=list)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
 
 
 @cache
@@ -303,6 +339,17 @@ def all_keys(schema: Any = JobConfig, prefix: str = "") -> tuple[str, ...]:
         else:
             keys.append(f"{prefix}{f.name}")
     return tuple(keys)
+
+
+def requirements_of(key: str) -> Iterator[tuple[str, ...]]:
+    """Yield what ``key`` needs to act, each time one of several: a key that is on, or ``key=value``."""
+    top, _, rest = key.partition(".")
+    section, dot, _ = rest.partition(".")
+    if top == "strategy" and dot and section in registry.STRATEGIES:
+        yield (f"strategy.name={section}",)
+    for name, needs in _ACTS_WITH.items():
+        if key == name or (name.endswith(".") and key.startswith(name)):
+            yield needs
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -17,9 +17,9 @@ from toolkit.config import yaml_core
 from toolkit.config.params import declared
 from toolkit.config.schema import Argument, JobConfig
 from toolkit.config.yaml_core import Scalar, scalar_of
-from toolkit.limits import as_kind, check_word, container_of, fits, hints_of, item_hints, kind_names, kinds_of
+from toolkit.constraints import as_kind, check_word, container_of, fits, hints_of, item_hints, kind_names, kinds_of
 
-#: Among the words of ``on_restart``, stands for the newest file that matches the pattern.
+#: Among the words of ``restart_args``, stands for the newest file that matches the pattern.
 NEWEST = re.compile(r"\{newest:([^{}]+)\}")
 
 
@@ -59,7 +59,7 @@ def with_options(words: Sequence[str], options: Mapping[str, Argument]) -> list[
     return line
 
 
-def named(words: Sequence[str]) -> set[str]:
+def option_names(words: Sequence[str]) -> set[str]:
     """Return the names of the options among ``words``."""
     return {word.partition("=")[0].lstrip("-") for word in words if _is_option(word)}
 
@@ -136,7 +136,7 @@ def final_value(value: Scalar, hint: Any, references: References, path: _Path) -
     elif type(referred) in (int, float) and not fits(referred, kinds):
         referred = str(referred)
     if not fits(referred, kinds):
-        raise ConfigError(f"{full}: {value} stands for {referred!r}, and this key takes {kind_names(kinds)}")
+        raise ConfigError(f"{full}: {value} stands for {referred!r}; must be {kind_names(kinds)}")
     check_word(full, referred, hint)
     return as_kind(referred, kinds)  # type: ignore[no-any-return]
 

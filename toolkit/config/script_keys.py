@@ -21,15 +21,15 @@ from pathlib import Path
 
 from toolkit import registry
 from toolkit.base import fsio
-from toolkit.base.errors import ConfigError, listing, nearest
+from toolkit.base.errors import ConfigError, did_you_mean, listing
 from toolkit.config.job_module import is_class, job_source, main_of
-from toolkit.config.schema import CALLED_JOB, FOREIGN_JOB, all_keys
+from toolkit.config.schema import CALLED_JOB, SCRIPT_JOB, all_keys
 from toolkit.config.script_arguments import flag_of
-from toolkit.config.source import PythonSource, project_files, read_source
+from toolkit.config.source import PythonSource, last_name, project_files, read_source
 
 #: Keys, and sections with a dot, of what starts and watches the ranks of any job.
 OF_ANY_JOB = (
-    *("name", "job", "on_restart", "cluster.", "retry.", "dist.", "data.stage", "secrets", "notify", "trackers"),
+    *("name", "job", "restart_args", "cluster.", "retry.", "dist.", "data.stage", "secrets", "notify.", "trackers"),
 )
 #: Of the loop of a library, by an adapter.
 OF_ADAPTERS = ("checkpoint.", "train.seed", "train.log_every")
@@ -85,12 +85,12 @@ class KeysOfFiles:
     flags: frozenset[str] = frozenset()  #: all flags of the options that the files declare by argparse
     refuses_others: bool = False  #: the script's argparse surely ends it at any other flag
 
-    def include(self, key: str) -> bool:
-        return self.include_by_toolkit(key) or any(
+    def has_effect(self, key: str) -> bool:
+        return self.is_toolkit_key(key) or any(
             not each or f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in self.read
         )
 
-    def include_by_toolkit(self, key: str) -> bool:
+    def is_toolkit_key(self, key: str) -> bool:
         return key.startswith(self.by_toolkit) and (key not in OF_NO_LOOP or self.by_toolkit == ("",))
 
 
@@ -124,13 +124,13 @@ class ActingKeys:
         """Return the script's own options, as far as its files tell."""
         return self._of_all.options
 
-    def include(self, key: str) -> bool:
+    def has_effect(self, key: str) -> bool:
         """True if the value of ``key`` makes a difference to this job."""
-        return self._of_script.include(key) or self._of_all.include(key)
+        return self._of_script.has_effect(key) or self._of_all.has_effect(key)
 
-    def include_by_toolkit(self, key: str) -> bool:
+    def is_toolkit_key(self, key: str) -> bool:
         """True if the toolkit itself reads ``key`` while this job runs."""
-        return self._of_script.include_by_toolkit(key) or self._of_all.include_by_toolkit(key)
+        return self._of_script.is_toolkit_key(key) or self._of_all.is_toolkit_key(key)
 
     def refusal_of_option(self, name: str) -> str | None:
         """Return why ``args.NAME`` is refused; None where the script takes it, or its options are not all known."""
@@ -142,7 +142,9 @@ class ActingKeys:
         if not found.refuses_others or any(each.startswith(flag) for each in found.flags):
             return None
         names = sorted(each.lstrip("-") for each in found.flags)
-        return f"args.{name}: {self.script} has no option {flag}; {nearest(name, names)}it takes {listing(names, 30)}"
+        return (
+            f"args.{name}: {self.script} has no option {flag}; {did_you_mean(name, names)}it takes {listing(names, 30)}"
+        )
 
     def refusal(self, key: str, value: str = "...") -> str:
         """Return why ``key`` is refused, and what to write instead."""
@@ -169,10 +171,10 @@ def acting_keys(job: str, argv: Sequence[str], project: Path | None = None) -> A
 
     All act on a class derived from ``toolkit.Job``, and on what cannot be found or read.
     """
-    folder, is_foreign = project or Path.cwd(), job == FOREIGN_JOB
+    folder, is_script = project or Path.cwd(), job == SCRIPT_JOB
     paths: list[Path] = []
     with suppress(ConfigError, OSError):
-        if is_foreign:
+        if is_script:
             paths = [*_scripts_of(argv, folder)]
         elif job != CALLED_JOB and not is_class(job, folder):
             paths = [job_source(job, folder)]
@@ -184,15 +186,15 @@ def acting_keys(job: str, argv: Sequence[str], project: Path | None = None) -> A
                 gc.disable()  # it would search the growing trees of all files again and again, a third of the time
                 try:
                     sources = dict.fromkeys(chain.from_iterable(project_files(script, folder) for script in scripts))
-                    return _read_by(tuple(sources), _outside(sources, places), is_foreign)
+                    return _read_by(tuple(sources), _outside(sources, places), is_script)
                 finally:
                     gc.enable()
 
-            of_scripts = _read_by(tuple(scripts), _outside(scripts, places), is_foreign)
+            of_scripts = _read_by(tuple(scripts), _outside(scripts, places), is_script)
             # Words behind a shell are its own.
-            is_command = not is_foreign or [folder / word for word in argv if word.endswith(".py")] == paths
+            is_command = not is_script or [folder / word for word in argv if word.endswith(".py")] == paths
             return ActingKeys(of_scripts, of_all, takes_arguments=is_command)
-    if is_foreign and argv:
+    if is_script and argv:
         unknown = KeysOfFiles(by_toolkit=(*OF_ANY_JOB, "args", "argv"), read=frozenset({""}))
         return ActingKeys(unknown, lambda: unknown)
     return ActingKeys()
@@ -219,7 +221,7 @@ def _outside(sources: Iterable[PythonSource], places: Iterable[Path]) -> frozens
 
 
 @lru_cache(maxsize=16)
-def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_foreign: bool) -> KeysOfFiles:
+def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_script: bool) -> KeysOfFiles:
     """Return the keys that act on these files, the first of which is the script; ``outside`` is :func:`_outside`'s."""
     called = set[str]().union(*(source.called for source in sources))
     by_toolkit: tuple[str, ...] = OF_ANY_JOB
@@ -228,11 +230,11 @@ def _read_by(sources: tuple[PythonSource, ...], outside: frozenset[str], is_fore
     is_loop = not called.isdisjoint(_STARTS)
     if is_loop:
         by_toolkit += OF_LOOPS
-    main = None if is_loop or is_foreign else main_of(sources[0])
+    main = None if is_loop or is_script else main_of(sources[0])
     reader = _Reader(sources, outside, main)
     if main is not None or reader.may_parse_arguments():  # the arguments of a main(config) are refused elsewhere
         by_toolkit += ("args", "argv")
-    if is_foreign:
+    if is_script:
         by_toolkit += ("argv",)
     read, options = frozenset(reader.read_keys()), tuple(_options(sources))
     return KeysOfFiles(sources[0].path.name, by_toolkit, read, main is not None, options, *_flags(sources))
@@ -417,7 +419,7 @@ def _flags(sources: Sequence[PythonSource]) -> tuple[frozenset[str], bool]:
     def makes_parser(node: ast.expr, source: PythonSource) -> bool:
         if not isinstance(node, ast.Call):
             return False
-        return source.full_name(node.func) == "argparse.ArgumentParser" or _last_part(node.func) in functions
+        return source.full_name(node.func) == "argparse.ArgumentParser" or last_name(node.func) in functions
 
     made: dict[str, set[bool]] = {}
     flags, parses, is_open = {"-h", "--help"}, False, False
@@ -425,29 +427,24 @@ def _flags(sources: Sequence[PythonSource]) -> tuple[frozenset[str], bool]:
         for name, value in _assigned(node):
             made.setdefault(name, set()).add(makes_parser(value, source))
         is_open |= getattr(node, "attr", getattr(node, "id", None)) == "argv"
-        is_open |= isinstance(node, ast.ClassDef) and any(_last_part(base).endswith("Parser") for base in node.bases)
+        is_open |= isinstance(node, ast.ClassDef) and any(last_name(base).endswith("Parser") for base in node.bases)
         if not isinstance(node, ast.Call):
             continue
-        name, words = _last_part(node.func), {word.arg: word.value for word in node.keywords}
+        name, words = last_name(node.func), {word.arg: word.value for word in node.keywords}
         given = [*node.args, *words.values()]
-        is_open |= name not in functions and any(_PARSER.search(_last_part(each)) for each in given)
+        is_open |= name not in functions and any(_PARSER.search(last_name(each)) for each in given)
         is_open |= name in _PARTLY or "prefix_chars" in words
         is_open |= name.endswith("Parser") and source.full_name(node.func) != "argparse.ArgumentParser"
         if name == "parse_args" and not given and source is sources[0] and isinstance(node.func, ast.Attribute):
             parses, of = True, node.func.value
-            is_open |= not makes_parser(of, source) and made.get(_last_part(of)) != {True}
+            is_open |= not makes_parser(of, source) and made.get(last_name(of)) != {True}
         if name == "add_argument":
             texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
             flags |= {text for text in texts if isinstance(text, str) and text.startswith("-")}
-            is_open |= len(texts) < len(node.args) or None in words or _last_part(words.get("nargs")) == "REMAINDER"
-            if _last_part(words.get("action")) == "BooleanOptionalAction":
+            is_open |= len(texts) < len(node.args) or None in words or last_name(words.get("nargs")) == "REMAINDER"
+            if last_name(words.get("action")) == "BooleanOptionalAction":
                 flags |= {f"--no-{text.removeprefix('--')}" for text in texts if isinstance(text, str)}
     return frozenset(flags), parses and not is_open
-
-
-def _last_part(node: ast.expr | None) -> str:
-    """Return ``b`` of ``a.b``; "" of an expression that is not a name."""
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _of_signature(function: ast.FunctionDef | None) -> list[Option | None]:

@@ -29,7 +29,7 @@ def read_source(path: Path) -> PythonSource:
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         why = getattr(error, "msg", None) or str(error) or type(error).__name__
-        raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
+        raise ConfigError(f"job: {path}{line}: cannot be imported as Python: {why}") from None
 
 
 def project_files(script: PythonSource, project: Path) -> tuple[PythonSource, ...]:
@@ -150,7 +150,7 @@ class PythonSource:
         """Return the docstring of a class; empty without one."""
         return ast.get_docstring(self.classes[name]) or ""
 
-    def imports(self, name: str) -> bool:
+    def is_imported(self, name: str) -> bool:
         """True if ``name`` is imported from elsewhere."""
         return name in self._imported
 
@@ -188,6 +188,11 @@ class PythonSource:
 
 
 _parsed = lru_cache(maxsize=128)(PythonSource)
+
+
+def last_name(node: ast.expr | None) -> str:
+    """Return ``b`` of ``a.b`` and of ``b``; "" of any other expression."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _touched(node: ast.AST) -> Iterator[str]:

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 
 from toolkit import registry
 from toolkit.base.errors import ConfigError
-from toolkit.limits import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
+from toolkit.constraints import MANY, STEPS, Count, Factor, Momentum, OneOf, Range, Steps, Where, tensor_style
 
 #: Values in ``strategy.tensor_plan``: see `toolkit.plugins.model_parallel`.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: Kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
-_DECAY = Where(lambda decay: 0 < decay < 1, "{!r} is refused; between 0 and 1, such as 0.9")
+_DECAY = Where(lambda decay: 0 < decay < 1, "{!r} is out of range; must be between 0 and 1, such as 0.9")
 _RATIO = Where(
-    lambda part: 0 < part <= 1, "{!r} is refused; it is the part of the values that is sent: above 0, 1 at most"
+    lambda part: 0 < part <= 1,
+    "{!r} is out of range; must be above 0 and at most 1: the part of the values that is sent",
 )
 
 
@@ -143,7 +144,7 @@ def _check_compression(strategy: StrategyConfig) -> None:
             valid = {"topk": "the part of the values that is sent, such as 0.05, or none"}
             valid["powersgd"] = "a rank of 1 or more, or none"
             how = valid.get(kind, "none, or not listed")
-            raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {how}")
+            raise ConfigError(f"{key}: {value!r} is not valid; must be {how} with {kind}")
 
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:

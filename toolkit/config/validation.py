@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import tempfile
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -17,15 +18,20 @@ from typing import Any
 from toolkit import registry
 from toolkit.base import fsio, secret_values, torch_version
 from toolkit.base.errors import ConfigError, DataMissingError
-from toolkit.config.catalog import check_datasets, data_root, entry_of
+from toolkit.config.dataset_catalog import check_datasets, data_root, entry_of
 from toolkit.config.job_module import JobFiles
-from toolkit.config.schema import FIXED_ON_RESUME, FOREIGN_JOB, JobConfig, TrainConfig, all_keys, value_of
+from toolkit.config.schema import FIXED_ON_RESUME, SCRIPT_JOB, JobConfig, TrainConfig, all_keys, value_of
 from toolkit.config.script_arguments import NEWEST
 from toolkit.config.strategy import STATELESS, StrategyConfig, mesh_of, refuse_without
+from toolkit.constraints import hints_of, limits_of
 from toolkit.devices.kinds import is_of_devices
 from toolkit.files import origin, rundir
-from toolkit.limits import hints_of, limits_of
 from toolkit.slurm import container
+
+
+def sendmail_path() -> str | None:
+    """Return the program that takes mails. On many systems it is not in a user's PATH."""
+    return shutil.which("sendmail", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib")
 
 
 def validate(
@@ -34,18 +40,18 @@ def validate(
     ranks: int | None = None,
     login_node: bool = True,
     project: Path | None = None,
-    goes_on: bool = False,
+    is_resume: bool = False,
     files: JobFiles | None = None,
 ) -> None:
     """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
 
     ``ranks`` is the number of ranks that an allocation really has; None computes it from ``cluster``.
     ``login_node=False`` leaves out what the submitting side checks of its request: GPUs, and the programs and folders
-    that it names. ``project`` is the folder that holds the job, the current one if None. A run that ``goes_on`` (a
+    that it names. ``project`` is the folder that holds the job, the current one if None. A run that ``is_resume`` (a
     resume) needs no first weights: they may be gone. ``files`` remembers the jobs' files from one call to the next.
     """
     try:
-        _validate(config, ranks, login_node, files or JobFiles(project), goes_on)
+        _validate(config, ranks, login_node, files or JobFiles(project), is_resume)
     except OSError as error:  # from a path, for example a name that is too long
         path = str(error.filename)
         # Name the key whose value is the longest part of the path.
@@ -60,7 +66,7 @@ def validate(
         raise ConfigError(f"{max(candidates)[1]}: {path[:200]}: {error.strerror}") from None
 
 
-def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, goes_on: bool) -> None:
+def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: JobFiles, is_resume: bool) -> None:
     secret_values.check_form(config.secrets)  # before the others, whose errors show values
     check_section(config)
     for name in config.args:
@@ -69,12 +75,15 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
     check_combinations(config)
     if login_node:
         check_places(config)
-    if config.job == FOREIGN_JOB:  # the script itself is responsible for the rest
-        if any("{newest" in NEWEST.sub("", word) for word in config.on_restart):
-            raise ConfigError("on_restart: the newest file that matches a pattern is {newest:ckpt/*.pt}, for example")
+    notify = config.notify
+    if notify.when != ["end"] and not (notify.command or notify.slack or notify.mail):
+        raise ConfigError("notify.when: no message has a recipient; set notify.command, notify.slack or notify.mail")
+    if config.job == SCRIPT_JOB:  # the script itself is responsible for the rest
+        if any("{newest" in NEWEST.sub("", word) for word in config.restart_args):
+            raise ConfigError("restart_args: the newest file that matches a pattern is {newest:ckpt/*.pt}, for example")
         return
-    if config.on_restart:
-        raise ConfigError("on_restart: is for scripts under `toolkit exec`; any other run continues without it")
+    if config.restart_args:
+        raise ConfigError("restart_args: is for scripts under `toolkit exec`; any other run continues without it")
     if not files.is_loop(config.job):
         # A job with its own loop checks its own config.
         files.check(config)
@@ -90,17 +99,24 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
                 "cluster.tasks_per_node to 1"
             )
         # A run that has begun needs no first weights.
-        if config.model.init_from is not None and not goes_on and rundir.RUN_DIR_VARIABLE not in os.environ:
+        if config.model.init_from is not None and not is_resume and rundir.RUN_DIR_VARIABLE not in os.environ:
             origin.find(config.model.init_from)
         ranks = ranks or config.cluster.ranks
         check_batch(config, ranks)
-        if config.dist.backend == "auto" and len({part.gpus_per_node > 0 for part in config.cluster.parts}) > 1:
+        if (
+            config.dist.backend == "auto"
+            and len({part.gpus_per_node > 0 for part in config.cluster.component_requests}) > 1
+        ):
             raise ConfigError("dist.backend: components with GPUs and without meet over gloo only; set it to gloo")
         check_datasets(config.data)
         if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
             raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
     _check_shared_gpus(config, login_node)
-    if login_node and config.dist.backend == "nccl" and not all(part.gpus_per_node for part in config.cluster.parts):
+    if (
+        login_node
+        and config.dist.backend == "nccl"
+        and not all(part.gpus_per_node for part in config.cluster.component_requests)
+    ):
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
@@ -110,7 +126,7 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, files: Job
 def _check_shared_gpus(config: JobConfig, login_node: bool) -> None:
     """Refuse what needs NCCL where ranks share a GPU, and a GPU that nobody has asked for."""
     count = config.cluster.tasks_per_gpu
-    has_gpus = any(part.gpus_per_node or "gres" in part.extra for part in config.cluster.parts)
+    has_gpus = any(part.gpus_per_node or "gres" in part.extra for part in config.cluster.component_requests)
     if login_node and count > 1 and not has_gpus:
         raise ConfigError(
             f"cluster.tasks_per_gpu: {count} ranks on each GPU, and cluster.gpus_per_node is 0; set it, or ask for "
@@ -130,7 +146,7 @@ def _check_shared_gpus(config: JobConfig, login_node: bool) -> None:
 
 def check_change(then: JobConfig, now: JobConfig) -> None:
     """Refuse a change that a run cannot continue with. Raises ConfigError with every such key."""
-    keys = [key for key in FIXED_ON_RESUME if not goes_on_with(key, value_of(then, key), value_of(now, key))]
+    keys = [key for key in FIXED_ON_RESUME if not may_resume_with(key, value_of(then, key), value_of(now, key))]
     if then.name != now.name:
         keys.insert(0, "name")
     if keys:
@@ -141,7 +157,7 @@ def check_change(then: JobConfig, now: JobConfig) -> None:
         )
 
 
-def goes_on_with(key: str, then: Any, now: Any) -> bool:
+def may_resume_with(key: str, then: Any, now: Any) -> bool:
     """True if a run that had the value ``then`` may have ``now``. Strategies that keep the same state may change."""
     if then == now or key not in ("strategy.name", "strategy.compression"):
         return bool(then == now)
@@ -182,16 +198,24 @@ def check_places(config: JobConfig) -> None:
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
     if config.trackers:
-        from toolkit.plugins.trackers.beside_run import refuse_missing
+        from toolkit.plugins.trackers import refuse_missing
 
         refuse_missing(config)
     for folder in config.cluster.container_mounts:
         if not fsio.expand(folder).is_dir():
             raise ConfigError(f"cluster.container_mounts: there is no folder {folder}")
-    if config.notify and shutil.which(config.notify[0]) is None:
+    command = config.notify.command
+    if command and shutil.which(command[0]) is None:
         raise ConfigError(
-            f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
+            f"notify.command: there is no program {command[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
         )
+    if config.notify.mail is not None and sendmail_path() is None:
+        raise ConfigError(
+            f"notify.mail: {socket.gethostname()} has no sendmail, so its nodes will have none; use notify.slack, a "
+            "notify.command, or Slurm's own mails: cluster.extra={mail-type: 'END,FAIL'}"
+        )
+    if config.notify.slack is not None:
+        secret_values.webhook("notify.slack", config.notify.slack)
     if config.checkpoint.copy_to is not None:
         copy_to = fsio.expand(config.checkpoint.copy_to)
         there = next(path for path in (copy_to, *copy_to.parents) if path.exists())
@@ -205,12 +229,12 @@ def check_places(config: JobConfig) -> None:
 
 def check_torch(config: JobConfig) -> None:
     """Refuse what the installed torch is too old for. Raises ConfigError that names the key."""
-    if config.job == FOREIGN_JOB:
+    if config.job == SCRIPT_JOB:
         torch_version.refuse_older()
         return
     asked = [torch_version.MUON] if config.optim.name == "muon" else []
     shards = config.strategy.name in ("fsdp", "zero") or (config.strategy.mesh.shards or 1) > 1
-    if shards and not any(part.gpus_per_node for part in config.cluster.parts):
+    if shards and not any(part.gpus_per_node for part in config.cluster.component_requests):
         asked.append(torch_version.SHARDS_ON_CPUS)
     if config.strategy.name == "tensor":
         asked.append(torch_version.TENSOR)
@@ -232,7 +256,9 @@ def check_combinations(config: JobConfig) -> None:
     """Refuse what the chosen strategy, or another section, cannot do. Raises ConfigError."""
     checks_of(config.strategy.name).config(config)
     data, train, strategy = config.data, config.train, config.strategy
-    if len(config.cluster.parts) > 1:  # srun would start their ranks in one step, which has nodes of one component
+    if (
+        len(config.cluster.component_requests) > 1
+    ):  # srun would start their ranks in one step, which has nodes of one component
         image = config.cluster.container
         srun = "dist.backend: mpi" if config.dist.backend == "mpi" else ""
         if image is not None and container.parse(image).runtime == container.PYXIS:
@@ -241,16 +267,17 @@ def check_combinations(config: JobConfig) -> None:
             raise ConfigError(
                 f"cluster.components: {srun} needs one step of srun, which has nodes of one component only"
             )
-    if data.share == "auto" and not registry.strategy(strategy.name).own_time:
+    if data.balance == "auto" and not registry.strategy(strategy.name).local_stopwatch:
         raise ConfigError(
-            "data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name "
+            "data.balance: auto needs each rank's own time of a step, and shares of any size; with strategy.name "
             f"{strategy.name} ranks wait for each other all through a step, or shapes are fixed: use "
-            f"{', '.join(registry.with_trait('own_time'))}, or even"
+            f"{', '.join(registry.with_trait('local_stopwatch'))}, or even"
         )
-    if data.split != "global" and config.retry.allow_fewer_nodes:
+    if data.partition != "global" and config.retry.allow_fewer_nodes:
         raise ConfigError(
-            f"retry.allow_fewer_nodes: does not go with data.split: {data.split}: fewer ranks would have other parts; "
-            "use false, or data.split: global"
+            f"retry.allow_fewer_nodes: does not go with data.partition: {data.partition}: fewer ranks would have "
+            "other parts; "
+            "use false, or data.partition: global"
         )
     check_step(train, strategy)
     if train.skip_bad_steps and config.optim.name == "sgd" and registry.strategy(strategy.name).sharded:
@@ -293,7 +320,7 @@ def check_batch(config: JobConfig, ranks: int) -> None:
 
 def checks_of(strategy: str) -> StrategyChecks:
     """Return the checks of a strategy."""
-    checks: StrategyChecks = registry.part_of("strategies", strategy, registry.strategy(strategy).checks)()
+    checks: StrategyChecks = registry.load_part("strategies", strategy, registry.strategy(strategy).checks)()
     return checks
 
 
@@ -348,7 +375,7 @@ class CustomChecks(StrategyChecks):
                     f"itself; leave it at {value_of(defaults, key)!r}"
                 )
         if config.optim.layer_decay is not None:
-            raise whole_model_only("optim.layer_decay", config.strategy)
+            raise whole_model_error("optim.layer_decay", config.strategy)
 
 
 def step_options(train: TrainConfig) -> list[str]:
@@ -357,7 +384,7 @@ def step_options(train: TrainConfig) -> list[str]:
     return [*asked, "pruning"] if train.pruning.amount else asked
 
 
-def whole_model_only(key: str, strategy: StrategyConfig) -> ConfigError:
+def whole_model_error(key: str, strategy: StrategyConfig) -> ConfigError:
     """Return the error for a key that needs the blocks of the whole model."""
     return ConfigError(
         f"{key}: needs all blocks of one model, and with strategy.name {strategy.name} a rank or a "

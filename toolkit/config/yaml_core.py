@@ -111,7 +111,7 @@ def pairs_of(node: MappingNode, done: dict[int, Pairs | None] | None = None) -> 
                     raise ValueError(f"{_place(value)}: << takes a mapping")
                 merged = {**pairs_of(base, done), **merged}
         elif key.value in own:
-            raise ValueError(f"{_place(key)}: {key.value!r} is there twice")
+            raise ValueError(f"{_place(key)}: {key.value!r} is given twice")
         else:
             own[key.value] = (key, value)
     result = done[id(node)] = {**merged, **own}

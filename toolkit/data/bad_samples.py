@@ -23,7 +23,7 @@ NAMED = 10
 log = logs.get(__name__)
 
 
-class BadSamples:
+class BadSampleList:
     """One rank's record of bad samples. Rank 0's has those of all ranks.
 
     ``most`` is ``data.max_bad_samples``. Raises ConfigError on rank 0 when the run has more: a restart would meet them
@@ -71,7 +71,7 @@ class BadSamples:
                 self._listed[bad.index] = bad
                 new.append(bad)
                 if len(self._listed) <= NAMED:
-                    log.warning("%s cannot be loaded, another one takes its place: %s", bad, bad.error)
+                    log.warning("%s cannot be loaded and is replaced by another sample: %s", bad, bad.error)
         if new and len(self._listed) > NAMED:
             log.warning("%d samples cannot be loaded; they are listed in %s", len(self._listed), self._path)
         self._lines.write([dataclasses.asdict(bad) for bad in new])

@@ -19,7 +19,7 @@ from torch.nn import functional
 from toolkit import registry
 from toolkit.base import torch_version
 from toolkit.base.errors import ConfigError
-from toolkit.config import catalog
+from toolkit.config import dataset_catalog
 from toolkit.data.fingerprint import digest
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.permutation import Indices, hash64, mix_array, order
@@ -44,7 +44,9 @@ class Datasets:
     classes: int
     sample_shape: tuple[int, int, int]
     class_names: tuple[str, ...]  #: one for each class
-    pictures: Pictures | None = None  #: how an image file becomes such an input; None where samples are not images
+    pictures: ImagePreprocessor | None = (
+        None  #: how an image file becomes such an input; None where samples are not images
+    )
 
 
 def build_datasets(config: DataConfig) -> Datasets:
@@ -53,13 +55,13 @@ def build_datasets(config: DataConfig) -> Datasets:
     >>> len(digits.train), digits.sample_shape
     (1437, (1, 8, 8))
     """
-    catalog.check_datasets(config)
-    build = catalog.entry_of(config.name).build
+    dataset_catalog.check_datasets(config)
+    build = dataset_catalog.entry_of(config.name).build
     if build is None:
         raise ConfigError(
             f"data.name: {config.name} has no images to classify; choose a data set of images, or jobs.language_model"
         )
-    built: Datasets = registry.part_of("datasets", config.name, build)(config)
+    built: Datasets = registry.load_part("datasets", config.name, build)(config)
     return built
 
 
@@ -80,7 +82,7 @@ def digits(config: DataConfig) -> Datasets:
 
 
 def synthetic(config: DataConfig) -> Datasets:
-    shape = catalog.sample_shape(config)
+    shape = dataset_catalog.sample_shape(config)
     train = Synthetic(SYNTHETIC_TRAIN, shape)
     test = Synthetic(SYNTHETIC_EVAL, shape, first=SYNTHETIC_TRAIN)
     changed = Augmented(train, RandomShift(2, train.background)) if config.augment else train
@@ -103,11 +105,11 @@ def in_memory(
     train_set, eval_set = (
         InMemory(*tensors, mean=mean, std=std, image_size=config.image_size) for tensors in (train, test)
     )
-    entry, shape = catalog.entry_of(config.name), catalog.sample_shape(config)
+    entry, shape = dataset_catalog.entry_of(config.name), dataset_catalog.sample_shape(config)
     assert entry.classes is not None
     changed: Any = Augmented(train_set, augmentation(train_set.background)) if config.augment else train_set
     names = entry.names or tuple(map(str, range(entry.classes)))
-    return Datasets(changed, eval_set, entry.classes, shape, names, Pictures(shape, mean, std))
+    return Datasets(changed, eval_set, entry.classes, shape, names, ImagePreprocessor(shape, mean, std))
 
 
 class InMemory:
@@ -262,7 +264,7 @@ class Standardise:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImagePreprocessor:
     """The way from an image file to an input of ``shape`` (channels, height, width), with 1 channel (gray) or 3 (RGB).
 
     The image is resized to that height and width. With ``shorter_side`` its shorter side gets that many pixels instead,
@@ -293,7 +295,7 @@ class Pictures:
 
     @cached_property
     def _cut(self) -> Any:
-        v2 = transforms()
+        v2 = torchvision_transforms()
         size, interpolation = list(self.shape[1:]), v2.InterpolationMode(self.interpolation)
         if self.shorter_side is None:
             steps = [v2.Resize(size, interpolation)]
@@ -307,7 +309,7 @@ def pixels_of(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image).reshape(image.height, image.width, -1))
 
 
-def transforms() -> Any:
+def torchvision_transforms() -> Any:
     """Return torchvision's transforms. The import takes seconds, so it is for those who read files only."""
     torch_version.refuse_missing("torchvision", "images", "images")
     return import_module("torchvision.transforms.v2")

@@ -71,14 +71,14 @@ class Batches(Protocol):
     data_wait_s: float  #: seconds that the last ``at`` kept its caller waiting, including the fetch itself
     #: How many samples of the whole run may be replaced because they cannot be loaded. None: the first one raises.
     max_bad_samples: int | None
-    balances: bool  #: True if the loop may :meth:`cut` the batches anew
-    is_split: bool  #: True if each share reads its own part of the data
+    balances: bool  #: True if the loop may :meth:`rebalance` the batches anew
+    is_partitioned: bool  #: True if each share reads its own part of the data
     ahead: int  #: steps beyond the last one returned that workers may hold already; equal on all ranks
 
     def at(self, step: int) -> Batch | None:
         """Return this rank's samples of global batch ``step``, counted from 0. A rank without a share gets None."""
 
-    def cut(self, step: int, counts: Sequence[int]) -> None:
+    def rebalance(self, step: int, counts: Sequence[int]) -> None:
         """Give each share i ``counts[i]`` samples of the global batch from ``step`` on.
 
         Called where the loader ``balances``, alike on every rank. ``step`` must be at least ``ahead`` after the next
@@ -88,23 +88,23 @@ class Batches(Protocol):
     def fingerprint(self) -> str | None:
         """Return a text that identifies the data set, equal for equal data sets. None: it is not known."""
 
-    def samples(self, step: int) -> list[int]:
+    def sample_indices(self, step: int) -> list[int]:
         """Return the samples that this rank gets in ``step``."""
 
-    def global_samples(self, step: int) -> list[int]:
+    def global_indices(self, step: int) -> list[int]:
         """Return the samples that all ranks together get in ``step``."""
 
     def state(self) -> Json:
         """Return what this rank must store of the loader in a checkpoint. None: the step says all."""
 
     def restore(self, state: Json) -> None:
-        """Go on from a :meth:`state`, independent of what was read before.
+        """Continue from a :meth:`state`, independent of what was read before.
 
         Raises ConfigError where the state is another share's, and what it has read matters.
         """
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """The source of a loader's batches, on the CPU or on the device."""
 
     def fetch(self, step: int) -> Batch: ...
@@ -136,7 +136,7 @@ class Loader:
         share: Share,
         workers: int = 0,
         max_bad_samples: int | None = None,
-        split: str = "global",
+        partition: str = "global",
         repeats: int = 1,
         balances: bool = False,
         device: torch.device | str = "cpu",
@@ -146,13 +146,13 @@ class Loader:
     ) -> None:
         """Set the loader up; no sample is loaded yet.
 
-        ``split`` is global, or one of :func:`~.sampler.samples_of`. ``repeats`` is how often a global batch has each
-        sample, see :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may :meth:`cut` the batches anew.
-        ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
-        returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
+        ``partition`` is global, or one of :func:`~.sampler.samples_of`. ``repeats``: how often a global batch has each
+        sample, see :class:`~.permutation.ShuffledOrder`. ``balances``: the loop may call :meth:`rebalance`. ``collate``
+        makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)`` returns the
+        samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
         self._dataset = dataset
-        _refuse_two_orders(dataset, has_order=order is not None, split=split, repeats=repeats)
+        _refuse_two_orders(dataset, has_order=order is not None, partition=partition, repeats=repeats)
         self._given = None if order is None else GivenOrder(order, len(dataset))
         run_order: Order | None = self._given
         if run_order is None and isinstance(dataset, InBlocks):
@@ -163,7 +163,7 @@ class Loader:
         self.max_bad_samples = max_bad_samples
         self.balances = balances
         self.ahead = PREFETCH * workers if _uses_workers(dataset) else 0
-        self.is_split = split != "global"
+        self.is_partitioned = partition != "global"
         self._share = share
         self._device = torch.device(device)
         self._clock = clock
@@ -172,12 +172,12 @@ class Loader:
             len(dataset),
             global_batch_size=global_batch_size,
             seed=seed,
-            split=split,
+            partition=partition,
             order=run_order,
             repeats=repeats,
         )
         self._sampler = self._samplers(share=share)
-        self._source: Source = _source(
+        self._source: BatchSource = _source(
             dataset,
             self._sampler,
             seed=seed,
@@ -199,24 +199,24 @@ class Loader:
         self.data_wait_s = self._clock() - started
         return batch
 
-    def samples(self, step: int) -> list[int]:
+    def sample_indices(self, step: int) -> list[int]:
         return self._sampler.at(step).indices.tolist() if self._share.count else []
 
-    def cut(self, step: int, counts: Sequence[int]) -> None:
-        self._sampler.cut(step, counts)
+    def rebalance(self, step: int, counts: Sequence[int]) -> None:
+        self._sampler.rebalance(step, counts)
 
     def state(self) -> Json:
-        """Return None: the step number is the whole state. With a split, this rank's share, which is a part of data."""
-        return {"share": [self._share.index, self._share.count]} if self.is_split else None
+        """Return None: the step number is the whole state. With a partition, this rank's share."""
+        return {"share": [self._share.index, self._share.count]} if self.is_partitioned else None
 
     def fingerprint(self) -> str | None:
         """Return what identifies the data set, see fingerprint.py, and the job's own order."""
-        if self.is_split:  # a rank may have only its part of the data
+        if self.is_partitioned:  # a rank may have only its part of the data
             return f"{self.dataset_size} samples"
         return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
-    def global_samples(self, step: int) -> list[int]:
-        if self.is_split:
+    def global_indices(self, step: int) -> list[int]:
+        if self.is_partitioned:
             return [sample for sampler in self._all_samplers for sample in sampler.at(step).indices.tolist()]
         start = step * self.global_batch_size
         found: list[int] = self._sampler.order.at(np.arange(start, start + self.global_batch_size)).tolist()
@@ -244,9 +244,9 @@ def build_loader(dataset: Samples | BatchedSamples, config: DataConfig, share: S
         share=share,
         workers=config.workers,
         max_bad_samples=choose("data.bad_samples", config.bad_samples, {"fail": None, "skip": config.max_bad_samples}),
-        split=config.split,
-        repeats=config.repeats,
-        balances=choose("data.share", config.share, {"even": False, "auto": True}),
+        partition=config.partition,
+        repeats=config.augment_repeats,
+        balances=choose("data.balance", config.balance, {"even": False, "auto": True}),
         **given,
     )
 
@@ -278,7 +278,7 @@ def eval_batches(
 class _DeviceSource:
     """A source that moves another source's batches to ``device``, and finishes them there."""
 
-    def __init__(self, source: Source, device: torch.device, finish: Callable[[Any], Any] | None) -> None:
+    def __init__(self, source: BatchSource, device: torch.device, finish: Callable[[Any], Any] | None) -> None:
         self._source = source
         self._device = device
         self._finish = finish
@@ -289,14 +289,20 @@ class _DeviceSource:
         return batch if self._finish is None else replace(batch, data=self._finish(batch.data))
 
 
-def _refuse_two_orders(dataset: Any, *, has_order: bool, split: str, repeats: int) -> None:
-    """Raise ConfigError where the job's order, or that of shards, meets a split or repeats."""
-    if has_order and split != "global":
-        raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
+def _refuse_two_orders(dataset: Any, *, has_order: bool, partition: str, repeats: int) -> None:
+    """Raise ConfigError where the job's order, or that of shards, meets a partition or repeats."""
+    if has_order and partition != "global":
+        raise ConfigError(
+            f"data.partition: {partition} goes by an order of its own; set it to global for one of the job's"
+        )
     if has_order and repeats > 1:
-        raise ConfigError("data.repeats: the job gives an order of its own, which may repeat samples; set it to 1")
-    if isinstance(dataset, InBlocks) and (split != "global" or repeats > 1):
-        raise ConfigError("data.split, data.repeats: shards have an order of their own; leave them at global and 1")
+        raise ConfigError(
+            "data.augment_repeats: the job gives an order of its own, which may repeat samples; set it to 1"
+        )
+    if isinstance(dataset, InBlocks) and (partition != "global" or repeats > 1):
+        raise ConfigError(
+            "data.partition, data.augment_repeats: shards have an order of their own; leave them at global and 1"
+        )
 
 
 def _uses_workers(dataset: Any) -> bool:
@@ -314,14 +320,14 @@ def _source(
     skips: bool = False,
     collate: Collate | None = None,
     order: GivenOrder | None = None,
-) -> Source:
+) -> BatchSource:
     """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
     in_batches = gives_batches(dataset) and collate is None
     reader = (BatchReader if in_batches else SampleReader)(dataset, seed, skips=skips, collate=collate, order=order)
     if isinstance(dataset, InBlocks):
         reader.ahead = partial(dataset.read_ahead, getattr(sampler, "order", None))
     # Whole batches draw nothing, and saving the generators takes 0.1 ms. ``skips`` may lead to single samples.
-    source: Source = InlineSource(reader, sampler, draws=skips or not in_batches)
+    source: BatchSource = InlineSource(reader, sampler, draws=skips or not in_batches)
     if workers > 0 and _uses_workers(dataset):
         source = WorkerSource(reader, sampler, workers=workers, pin=device.type != "cpu")
     return _DeviceSource(source, device, reader.finish)
@@ -346,7 +352,7 @@ class BatchReader(SampleReader):
             ) from error
         self.current[:] = [NO_SAMPLE, NO_SAMPLE]
         batch = Batch(data, torch.from_numpy(part.positions()), part.global_count)
-        return batch if part.indices.size else replace(batch, data=nested.rows(data, 1, slice(0)))
+        return batch if part.indices.size else replace(batch, data=nested.slice_samples(data, 1, slice(0)))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

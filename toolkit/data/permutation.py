@@ -174,7 +174,7 @@ class GivenOrder:
         # The job's own code may return anything.
         if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
             raise ConfigError(
-                f"data: order({epoch}) of the job is no list of indices: it has {given.dtype} {given.shape}"
+                f"data: order({epoch}) of the job is not a list of indices: it has {given.dtype} {given.shape}"
             )
         if length not in (None, given.size):
             raise ConfigError(f"data: order({epoch}) of the job has {given.size} samples, and order(0) {length}")

@@ -130,7 +130,7 @@ def seed_generator(generator: RandomGenerator, word: int) -> None:
 HELD: dict[RandomGenerator, int] = {}
 
 
-def include(generators: Iterable[RandomGenerator]) -> None:
+def register_generators(generators: Iterable[RandomGenerator]) -> None:
     """Have these generators seeded before each step with those of the process, until the next job.
 
     They then draw other numbers on each share, as dropout does, and need no place in a checkpoint.
@@ -226,7 +226,7 @@ def _is_full(cell: Any) -> bool:
         return False
 
 
-def prepare(seed: int, *, deterministic: bool = False) -> None:
+def seed_for_init(seed: int, *, deterministic: bool = False) -> None:
     """Seed the generators before the model is made. Every rank then draws the same first weights.
 
     ``deterministic`` allows only algorithms that give the same bits every time; an operation without one raises.

@@ -5,9 +5,9 @@ B`` to ``(s + 1) * B``, also across the end of an epoch. Position ``p`` belongs 
 is the whole state of the data, each sample comes once per epoch, and the global batch is the same for any number of
 ranks. How many of a batch's positions each share takes may change at a later step.
 
-With a ``split`` each share fills its positions from its own part of the data (:class:`PartOrder`), which it keeps for
+With a ``partition`` each share fills its positions from its own part of the data (:class:`PartOrder`), kept for
 the whole run: for data on the nodes' own disks, and for parts that must stay separate. ``blocks``: share i has the
-samples ``Share(i, count).bounds(size)``. ``hash``: a sample's part follows from its index alone (:func:`part_of`), so
+samples ``Share(i, count).bounds(size)``. ``hash``: a sample's part follows from its index alone (:func:`share_of`), so
 it stays where it is when the data set grows; the size n of a part differs by about its square root. A share goes
 through its part in passes, each with its own order. Samples of a smaller part come more often.
 """
@@ -75,7 +75,7 @@ class TrainSampler:
         global_batch_size: int,
         seed: int,
         share: Share,
-        split: str = "global",
+        partition: str = "global",
         order: Order | None = None,
         repeats: int = 1,
     ) -> None:
@@ -87,7 +87,7 @@ class TrainSampler:
             raise ValueError(f"a global batch of {global_batch_size} samples; it needs at least one")
         self.order: Order = order or ShuffledOrder(size, seed, repeats=repeats, batch=global_batch_size)
         self.global_batch_size = global_batch_size
-        self._part = None if split == "global" or not share.count else PartOrder(size, seed, share, split)
+        self._part = None if partition == "global" or not share.count else PartOrder(size, seed, share, partition)
         self._share = share
         #: From which step on this share has which bounds in the global batch.
         self._cuts = [(0, share.bounds(global_batch_size))]
@@ -111,7 +111,7 @@ class TrainSampler:
         first = step * self.global_batch_size + start
         return BatchPart(self._block[step - self._first], first, self.global_batch_size)
 
-    def cut(self, step: int, counts: Sequence[int]) -> None:
+    def rebalance(self, step: int, counts: Sequence[int]) -> None:
         """Give each share i ``counts[i]`` samples of the global batch from ``step`` on. Earlier steps do not change."""
         assert self._part is None, "where a share stands in its own part follows from the step only if it never changes"
         assert len(counts) == self._share.count
@@ -179,8 +179,8 @@ def refuse_other_share(state: Json, share: Share) -> None:
     if [*saved] != [share.index, share.count]:
         raise ConfigError(
             f"data: this rank read share {saved[0]} of {saved[1]} of the data up to the checkpoint, and has share "
-            f"{share.index} of {share.count} now. Streams and the parts of data.split cannot be shared out anew: go on "
-            "with the same strategy.name and strategy.mesh as before, or start a new run with `toolkit submit`"
+            f"{share.index} of {share.count} now. Streams and the parts of data.partition cannot be shared out anew: "
+            "continue with the same strategy.name and strategy.mesh as before, or start a new run with `toolkit submit`"
         )
 
 
@@ -188,7 +188,7 @@ def refuse_other_share(state: Json, share: Share) -> None:
 _PART = 0x50415254
 
 
-def part_of(indices: Indices, count: int) -> Indices:
+def share_of(indices: Indices, count: int) -> Indices:
     """Return which of ``count`` shares has each of the samples ``indices`` (n,) under ``hash``.
 
     Programs that distribute the samples use it. It depends on neither the run's seed nor the size of the data set.
@@ -197,13 +197,13 @@ def part_of(indices: Indices, count: int) -> Indices:
     return (words % np.uint64(count)).astype(np.int64)
 
 
-def samples_of(size: int, share: Share, split: str) -> range | Indices:
+def samples_of(size: int, share: Share, partition: str) -> range | Indices:
     """Return the samples of ``share`` in a data set of ``size``, ascending.
 
     With ``hash`` each of them takes 8 bytes of memory. Raises ConfigError where there are none.
     """
     found: range | Indices
-    match split:
+    match partition:
         case "blocks":
             found = range(*share.bounds(size))
         case "hash":
@@ -211,14 +211,14 @@ def samples_of(size: int, share: Share, split: str) -> range | Indices:
             # In chunks: all indices of a large data set would take many times the memory of a part's.
             for start in range(0, size, limits().permuted_at_once):
                 indices = np.arange(start, min(start + limits().permuted_at_once, size), dtype=np.int64)
-                mine.append(indices[part_of(indices, share.count) == share.index])
+                mine.append(indices[share_of(indices, share.count) == share.index])
             found = np.concatenate(mine)
         case _:
-            raise ConfigError(f"data.split: {split} says nothing of which samples a share has")
+            raise ConfigError(f"data.partition: {partition} says nothing of which samples a share has")
     if not len(found):
         raise ConfigError(
-            f"data.split: {split} leaves share {share.index} of {share.count} none of {size} samples; use fewer ranks, "
-            "more data, or data.split: global"
+            f"data.partition: {partition} leaves share {share.index} of {share.count} none of {size} samples; use "
+            "fewer ranks, more data, or data.partition: global"
         )
     return found
 
@@ -226,8 +226,8 @@ def samples_of(size: int, share: Share, split: str) -> range | Indices:
 class PartOrder:
     """The endless order of one share's part: pass after pass, each with its own permutation."""
 
-    def __init__(self, size: int, seed: int, share: Share, split: str) -> None:
-        self._samples = samples_of(size, share, split)
+    def __init__(self, size: int, seed: int, share: Share, partition: str) -> None:
+        self._samples = samples_of(size, share, partition)
         self._order = ShuffledOrder(len(self._samples), hash64(_PART, seed, share.index))
 
     def at(self, places: Indices) -> Indices:

@@ -185,7 +185,7 @@ class SampleReader(PartReader):
         batch = Batch(
             data, torch.from_numpy(positions), part.global_count, tuple(bad), is_stacked=self._collate is None
         )
-        return batch if samples else replace(batch, data=nested.rows(data, 1, slice(0)))
+        return batch if samples else replace(batch, data=nested.slice_samples(data, 1, slice(0)))
 
     def _sample(self, index: int, position: int, bad: list[BadSample]) -> Any:
         """Return sample ``index``, or the first good one drawn in its place. Add the bad ones to ``bad``."""
@@ -362,7 +362,7 @@ class _WorkerStart:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # the parent died before the line above
             os._exit(1)
-        hang.answer_in_worker(worker)
+        hang.install_worker_dump(worker)
         info = torch.utils.data.get_worker_info()
         assert info is not None
         ForkingPickler.register(torch.Tensor, _sent)

@@ -59,7 +59,7 @@ def visible_words(kind: DeviceKind, environ: Mapping[str, str]) -> list[tuple[st
     return found
 
 
-def one_visible(environ: Mapping[str, str], place: int) -> dict[str, str]:
+def single_gpu_variables(environ: Mapping[str, str], place: int) -> dict[str, str]:
     """Return the variables that show a process one GPU, as its device 0: the one at this place of those it would see.
 
     A script that takes device 0, or its local rank modulo the number of devices, then has the right one.

@@ -163,11 +163,11 @@ def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[i
     near = []
     for gpu in visible(environ, root):
         node = int(_text(_in(root, _PCI) / gpu.address / "numa_node"))
-        near.append(parse((root / f"sys/devices/system/node/node{node}/cpulist").read_text()))
+        near.append(parse_cpulist((root / f"sys/devices/system/node/node{node}/cpulist").read_text()))
     return near
 
 
-def parse(cpulist: str) -> list[int]:
+def parse_cpulist(cpulist: str) -> list[int]:
     """Return the CPUs of a list in Linux's format: ``0-3,8``. Raises ValueError, also for an empty one."""
     ends = [[int(end) for end in part.split("-")] for part in cpulist.split(",")]
     return [cpu for first, *last in ends for cpu in range(first, (last or [first])[0] + 1)]
@@ -223,7 +223,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Condition:
+class GpuHealth:
     """How well a GPU is."""
 
     is_lost: bool = False  #: it answers no more, or only after a reset
@@ -247,9 +247,9 @@ class Gpus(Protocol):
     def gpus(self) -> Sequence[WatchedGpu]:
         """Return the GPUs, always the same."""
 
-    def load(self, gpu: WatchedGpu) -> Load: ...
+    def utilization(self, gpu: WatchedGpu) -> Load: ...
 
-    def condition(self, gpu: WatchedGpu) -> Condition: ...
+    def health(self, gpu: WatchedGpu) -> GpuHealth: ...
 
     def link(self, gpu: WatchedGpu) -> tuple[int, int]:
         """Return the generation and the number of lanes of the PCIe link now. 0: it is not known."""

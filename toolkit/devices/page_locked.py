@@ -50,7 +50,7 @@ def _address(buffer: mmap.mmap) -> int:
     return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
 
 
-def on_current_device() -> AbstractContextManager[None]:
+def bind_current_device() -> AbstractContextManager[None]:
     """Return a block that gives another thread the current GPU of this one.
 
     The current GPU of a new thread is the first one of the process. CUDA would make a context there at its first call,
@@ -61,9 +61,9 @@ def on_current_device() -> AbstractContextManager[None]:
     return device
 
 
-def enqueued() -> Callable[[], None]:
+def stream_waiter() -> Callable[[], None]:
     """Return a call that waits for what is enqueued on the current stream now. Any thread may make it."""
-    kind, on_device = accelerator.built_for(), on_current_device()
+    kind, on_device = accelerator.built_for(), bind_current_device()
     module: Any = accelerator.module_of(torch.device(kind.type))
     # By a blocking one the waiting thread leaves its CPU.
     event = module.Event(blocking=True) if kind in (CUDA, ROCM) else module.Event()
@@ -93,7 +93,7 @@ class Block:
         self._is_locked = False
         self._places: dict[str, Tensor] = {}
 
-    def places(self, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def buffers_like(self, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a place in host memory for each tensor. The next call may give the same memory again."""
         wanted, had = ([(name, t.shape, t.dtype) for name, t in each.items()] for each in (like, self._places))
         if wanted != had:

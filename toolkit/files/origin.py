@@ -28,14 +28,14 @@ _SIGNS = {
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightsOrigin:
     """Where weights come from."""
 
     kind: str
     path: Path
 
 
-def find(text: str, *, may_come: bool = False) -> Origin:
+def find(text: str, *, may_come: bool = False) -> WeightsOrigin:
     """Return what ``text`` names. With ``may_come`` a run need not have a checkpoint yet.
 
     That is a file, a checkpoint's folder, a DCP folder, a folder of safetensors files, or a run by its folder, id or
@@ -50,16 +50,16 @@ def find(text: str, *, may_come: bool = False) -> Origin:
                 "internet: on the login node run\n"
                 f"    toolkit data fetch {text} --root {shlex.quote(str(weights.parents[1]))}"
             )
-        return Origin(TORCH, weights)
+        return WeightsOrigin(TORCH, weights)
     # A file or folder of this name counts before a run.
     path = fsio.expand(text).absolute()
     if path.is_file():
         if path.suffix not in _SUFFIXES:
             raise ConfigError(f"model.init_from: {path} is none of {', '.join(_SUFFIXES)}; weights are read from these")
-        return Origin(_SUFFIXES[path.suffix], path)
+        return WeightsOrigin(_SUFFIXES[path.suffix], path)
     for kind, signs in _SIGNS.items():
         if any((path / sign).is_file() for sign in signs):
-            return Origin(kind, path)
+            return WeightsOrigin(kind, path)
     return _run(text, may_come)
 
 
@@ -73,21 +73,21 @@ def published_path(name: str, root: str | None = None) -> Path:
     return fsio.expand(root or os.environ.get("TOOLKIT_DATA") or "data").absolute() / "weights" / f"{name}.pth"
 
 
-def _run(text: str, may_come: bool) -> Origin:
+def _run(text: str, may_come: bool) -> WeightsOrigin:
     try:
         run = rundir.find(text)
     except RunNotFoundError as error:
         raise ConfigError(
-            f"model.init_from: {text} is no file, no checkpoint's folder (step-...), no DCP folder, no folder with "
-            f"{WHOLE_FILE} and no run: {error}"
+            f"model.init_from: {text} is not a file, a checkpoint's folder (step-...), a DCP folder, a folder with "
+            f"{WHOLE_FILE} or a run: {error}"
         ) from None
     # The run that was found may have no checkpoint yet: then an older one of that name will do.
     named = [other for other in rundir.all_runs() if other.name == text]
     for each in (run, *reversed(named)):
         if any(each.checkpoints.glob("step-*/manifest.json")):
-            return Origin(RUN, each.path)
+            return WeightsOrigin(RUN, each.path)
     if may_come:
-        return Origin(RUN, run.path)
+        return WeightsOrigin(RUN, run.path)
     raise ConfigError(
         f"model.init_from: run {run.id} has no checkpoint in {run.checkpoints}; if it works, wait for it with --after"
     )

@@ -40,25 +40,25 @@ Decode: TypeAlias = Callable[[Any], Any]
 log = logs.get(__name__)
 
 
-class Misfit(ValueError):
+class SchemaError(ValueError):
     """A value that does not fit its type."""
 
     def __init__(self, why: str, key: str = "") -> None:
         super().__init__(f"{key}: {why}" if key else why)
         self.why, self.key = why, key
 
-    def within(self, name: str) -> Misfit:
-        """Return the misfit with the whole key: ``name`` is that of the list or object that holds the value."""
+    def within(self, name: str) -> SchemaError:
+        """Return the error with the whole key: ``name`` is that of the list or object that holds the value."""
         joint = "." if self.key and not self.key.startswith("[") else ""
-        return Misfit(self.why, f"{name}{joint}{self.key}")
+        return SchemaError(self.why, f"{name}{joint}{self.key}")
 
 
-class _Torn(Misfit):
+class _Torn(SchemaError):
     """No JSON."""
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Scalar:
     """A value without parts: ``fits`` accepts no list and no object. In ``Annotated`` it comes before the type."""
 
     what: str  #: for messages
@@ -67,15 +67,15 @@ class Leaf:
     dump: Callable[[Any], Any] | None = None
 
     def decode(self, value: Any) -> Any:
-        """Return the value of what JSON holds. Raises Misfit."""
+        """Return the value of what JSON holds. Raises SchemaError."""
         if not self.fits(value):
-            raise Misfit(f"{_shown(value)} is not {self.what}")
+            raise SchemaError(f"{_shown(value)} is not {self.what}")
         return value if self.load is None else self.load(value)
 
 
-def one_of(*words: str) -> Leaf:
+def one_of(*words: str) -> Scalar:
     """Return the leaf for one of these texts."""
-    return Leaf(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
+    return Scalar(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 
 def _is_number(value: Any) -> bool:
@@ -107,25 +107,25 @@ def _is_plain(value: Any, depth: int = MOST_NESTED) -> bool:
 
 _WORD = re.compile(r"\w[\w.+-]{0,254}")
 
-TEXT = Leaf("text", lambda value: isinstance(value, str), _clean)
+TEXT = Scalar("text", lambda value: isinstance(value, str), _clean)
 #: An id or the name of a host, which may become a part of a path or an argument of a program.
-WORD = Leaf("a word", lambda value: isinstance(value, str) and _WORD.fullmatch(value) is not None)
-COUNT = Leaf("a count", lambda value: type(value) is int and 0 <= value < 2**63)
-NUMBER = Leaf("a number", _is_number)
-FLAG = Leaf("true or false", lambda value: isinstance(value, bool))
+WORD = Scalar("a word", lambda value: isinstance(value, str) and _WORD.fullmatch(value) is not None)
+COUNT = Scalar("a count", lambda value: type(value) is int and 0 <= value < 2**63)
+NUMBER = Scalar("a number", _is_number)
+FLAG = Scalar("true or false", lambda value: isinstance(value, bool))
 #: Seconds since 1970, up to the year 9999.
-MOMENT = Leaf("a time in seconds", lambda value: _is_number(value) and 0 <= value < 253_402_300_000)
-TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
-ANYTHING = Leaf("a value that is nested less deeply", _is_plain)
+MOMENT = Scalar("a time in seconds", lambda value: _is_number(value) and 0 <= value < 253_402_300_000)
+TIME_TEXT = Scalar("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
+ANYTHING = Scalar("a value that is nested less deeply", _is_plain)
 
-_LEAVES: Mapping[Any, Leaf] = {str: TEXT, int: COUNT, float: NUMBER, bool: FLAG, Any: ANYTHING}
+_LEAVES: Mapping[Any, Scalar] = {str: TEXT, int: COUNT, float: NUMBER, bool: FLAG, Any: ANYTHING}
 
 
 # ------------------------------------------------------------------------------------------------- from JSON, and to it
 
 
 def decode(kind: type[T], value: Any) -> T:
-    """Return the value of type ``kind`` of what JSON holds. Raises Misfit."""
+    """Return the value of type ``kind`` of what JSON holds. Raises SchemaError."""
     hint: Any = kind
     decoded: T = _decoder(hint)(value)
     return decoded
@@ -135,8 +135,8 @@ def decode(kind: type[T], value: Any) -> T:
 def _decoder(hint: Any) -> Decode:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        decode_leaf: Decode = args[1].decode
-        return decode_leaf
+        decode_scalar: Decode = args[1].decode
+        return decode_scalar
     if hint in _LEAVES:
         return _LEAVES[hint].decode
     if origin in (Union, UnionType):  # of these only `X | None` is used
@@ -147,7 +147,7 @@ def _decoder(hint: Any) -> Decode:
 
         def decode_list(value: Any) -> Any:
             if not isinstance(value, list):
-                raise Misfit(f"{_shown(value)} is not a list")
+                raise SchemaError(f"{_shown(value)} is not a list")
             return origin(_decoded(f"[{index}]", item, decode_item) for index, item in enumerate(value))
 
         return decode_list
@@ -163,11 +163,11 @@ def _decoder(hint: Any) -> Decode:
 
 
 def _decoded(key: str, value: Any, decode_value: Decode) -> Any:
-    """Return the value of a part, whose name in its list or object is ``key``. Raises Misfit with the key."""
+    """Return the value of a part, whose name in its list or object is ``key``. Raises SchemaError with the key."""
     try:
         return decode_value(value)
-    except Misfit as misfit:
-        raise misfit.within(key) from None
+    except SchemaError as error:
+        raise error.within(key) from None
 
 
 def _record_decoder(kind: Any) -> Decode:
@@ -181,7 +181,7 @@ def _record_decoder(kind: Any) -> Decode:
         known = {name: _decoded(name, item, decoders[name]) for name, item in items if name in decoders}
         for name in needed:
             if name not in known:
-                raise Misfit("this key is missing", name)
+                raise SchemaError("this key is missing", name)
         return kind(**known)
 
     return decode_record
@@ -189,7 +189,7 @@ def _record_decoder(kind: Any) -> Decode:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Misfit(f"{_shown(value)} is not an object with keys")
+        raise SchemaError(f"{_shown(value)} is not an object with keys")
     return value
 
 
@@ -225,8 +225,8 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the record of a JSON value, of a message for example. Raises Misfit."""
-        return decode(cls, fsio.finite(value))
+        """Return the record of a JSON value, of a message for example. Raises SchemaError."""
+        return decode(cls, fsio.nonfinite_to_none(value))
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON, with all its keys."""
@@ -247,7 +247,7 @@ class FileRecord(JsonRecord):
 
     def __post_init__(self) -> None:
         if self.version > VERSION:
-            raise Misfit(f"{self.version} is of a newer toolkit, and this one knows {VERSION}", "version")
+            raise SchemaError(f"{self.version} is of a newer toolkit; this one reads up to {VERSION}", "version")
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -325,12 +325,12 @@ def warn_once(text: str) -> None:
 
 @contextlib.contextmanager
 def _refused(where: str) -> Iterator[None]:
-    """Raise a Misfit as the error of the file."""
+    """Raise a SchemaError as the error of the file."""
     try:
         yield
-    except Misfit as misfit:
-        error = TornFileError if isinstance(misfit, _Torn) else DamagedFileError
-        raise error(f"{where} cannot be read: {misfit}{_ADVICE}") from None
+    except SchemaError as error:
+        kind = TornFileError if isinstance(error, _Torn) else DamagedFileError
+        raise kind(f"{where} cannot be read: {error}{_ADVICE}") from None
 
 
 def _read_bytes(path: Path, most_bytes: int = fsio.MOST_BYTES) -> bytes:
@@ -340,24 +340,24 @@ def _read_bytes(path: Path, most_bytes: int = fsio.MOST_BYTES) -> bytes:
             return fsio.read_bytes(path, most_bytes)
         except OSError as error:
             if error.errno in _LASTING:
-                raise Misfit(error.strerror or str(error)) from None
+                raise SchemaError(error.strerror or str(error)) from None
             if error.errno != errno.ESTALE or not left:
                 raise
     raise AssertionError("the last try returns or raises")
 
 
 def _parse(raw: bytes) -> Any:
-    """Return the JSON value in ``raw``, of any type. Raises Misfit."""
+    """Return the JSON value in ``raw``, of any type. Raises SchemaError."""
     if not raw.strip(b"\0 \t\r\n"):
         raise _Torn("it holds NUL bytes only" if b"\0" in raw else "it is empty")
     try:
         return json.loads(raw.decode())
     except RecursionError:
-        raise Misfit("it is nested too deeply") from None
+        raise SchemaError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise _Torn(f"byte {error.start + 1} is no UTF-8") from None
+        raise _Torn(f"byte {error.start + 1} is not UTF-8") from None
     except ValueError as error:
-        raise _Torn(f"it is no JSON ({error})") from None
+        raise _Torn(f"it is not JSON ({error})") from None
 
 
 def _shown(value: Any) -> str:

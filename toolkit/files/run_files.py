@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 from toolkit.base import hostlist
 from toolkit.base.errors import RequestError
 from toolkit.base.procfs import ProcessIdentity
-from toolkit.files.records import MOMENT, TIME_TEXT, WORD, FileRecord, JsonRecord, Leaf, one_of
+from toolkit.files.records import MOMENT, TIME_TEXT, WORD, FileRecord, JsonRecord, Scalar, one_of
 
 
 class RunState(StrEnum):
@@ -52,7 +52,7 @@ class RunState(StrEnum):
         return not (self.is_waiting or self.has_ranks or self is RunState.RESTARTING)
 
 
-#: The word, in tables, for a run that has a file that cannot be read. Whether it goes on is not known.
+#: The word, in tables, for a run that has a file that cannot be read. Whether it continues is not known.
 UNREADABLE = "unreadable"
 
 
@@ -84,7 +84,7 @@ _TIME = replace(
 )
 #: Seconds since the epoch, as text in the file.
 Time: TypeAlias = Annotated[float, _TIME]
-_HOST_LIST = Leaf(
+_HOST_LIST = Scalar(
     "a host list",
     lambda value: isinstance(value, str) and _hosts(value) is not None,
     lambda text: _hosts(text) or (),
@@ -98,7 +98,7 @@ Hosts: TypeAlias = Annotated[tuple[str, ...], _HOST_LIST]
 
 
 @dataclass(frozen=True)
-class Start(JsonRecord):
+class AttemptStart(JsonRecord):
     """What led to an attempt. Times in seconds since the epoch."""
 
     since: Moment  #: the end of the last attempt, or the run's submission
@@ -126,7 +126,7 @@ STOPPED_PHASE = "stopped"
 
 @dataclass(frozen=True)
 class RunProgress(JsonRecord):
-    """Rank 0's report, see `toolkit.train.engine`."""
+    """Rank 0's report, see `toolkit.train.loop`."""
 
     step: int | None = None
     step_start: int | None = None
@@ -137,6 +137,7 @@ class RunProgress(JsonRecord):
     loss: float | None = None
     samples_per_s: float | None = None
     data_wait_fraction: float | None = None
+    step_saved: int | None = None  #: the newest checkpoint
     save_s: float | None = None
     save_error: str | None = None  #: of the saves since the last good one
     eta_s: float | None = None
@@ -145,6 +146,21 @@ class RunProgress(JsonRecord):
     start_up: Seconds = field(default_factory=dict)  #: see `toolkit.ranks.session`
     stragglers: tuple[Straggler, ...] = ()
     metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OutputFigures(JsonRecord):
+    """What a script has printed about its progress, and the newest of its own checkpoints, as far as can be guessed."""
+
+    step: int | None = None
+    total_steps: int | None = None  #: perhaps those of an epoch
+    epoch: int | None = None
+    epochs: int | None = None
+    loss: float | None = None
+    steps_per_s: float | None = None
+    eta_s: float | None = None
+    checkpoint: str | None = None
+    checkpoint_saved: Moment | None = None  #: seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -238,12 +254,13 @@ class AttemptStatus(FileRecord):
     tasks: tuple[int, ...] = ()
     world_size: int | None = None
     bad_nodes: Mapping[str, str] = field(default_factory=dict)
-    ailing_nodes: Mapping[str, str] = field(default_factory=dict)
+    degraded_nodes: Mapping[str, str] = field(default_factory=dict)
     started: Moment | None = None
-    start: Start | None = None
+    start: AttemptStart | None = None
     updated: Moment | None = None
     stop: str | None = None
     progress: RunProgress = field(default_factory=RunProgress)
+    printed: OutputFigures = field(default_factory=OutputFigures)  #: by a script; it decides nothing
     submitted: Moment | None = None
     goodput: Seconds = field(default_factory=dict)
     start_up: Seconds = field(default_factory=dict)  #: see `toolkit.metrics.start_up`
@@ -258,12 +275,25 @@ class AttemptStatus(FileRecord):
         """Return the process that has written the status; None if it is unknown."""
         return None if self.pid is None else ProcessIdentity(self.host or "", self.pid, self.birth)
 
+    @property
+    def is_guess(self) -> bool:
+        """True if the ranks report no step, and a script has printed something: then :attr:`shown` is from that."""
+        return self.progress.step is None and self.printed != OutputFigures()
+
+    @property
+    def shown(self) -> RunProgress:
+        """Return the progress for readers."""
+        if not self.is_guess:
+            return self.progress
+        figures = ("step", "total_steps", "epoch", "epochs", "loss", "eta_s")
+        return self.progress.replace(**{name: getattr(self.printed, name) for name in figures})
+
 
 @dataclass(frozen=True)
 class RunStatus(AttemptStatus):
     """``status.json``."""
 
-    left_over: AttemptStatus | None = None  #: the status of an attempt that was never closed, see `RunDir.left_over`
+    interrupted: AttemptStatus | None = None  #: of an attempt that was never closed, see `RunDir.interrupted_status`
 
 
 # ------------------------------------------------------------------------------------------------------ attempts.jsonl
@@ -287,7 +317,7 @@ class AttemptRecord(FileRecord):
     nodes: Hosts
     started: Time
     ended: Time
-    cause: str  #: see `toolkit.run.attempt.facts`, as for the decision; a newer version may have others
+    cause: str  #: see `toolkit.run.attempt.verdict`, as for the decision; a newer version may have others
     decision: str
     job_id: str | None = None
     restart_count: int | None = None
@@ -398,7 +428,7 @@ class Submission(FileRecord):
 
 
 @dataclass(frozen=True)
-class AfterRecord(FileRecord):
+class DependencyRecord(FileRecord):
     """``after.json``: what must have completed before the run starts. It is removed when that is so."""
 
     runs: tuple[str, ...]  #: their folders
@@ -410,7 +440,7 @@ class AfterRecord(FileRecord):
         return [*runs, *(f"sweep {Path(path).name}" for path in self.sweeps)]
 
 
-def waits_until(names: Sequence[str]) -> str:
+def dependency_sentence(names: Sequence[str]) -> str:
     """Return what :meth:`AfterRecord.names` tells as a sentence; empty if it names nothing."""
     verb = "has" if len(names) == 1 else "have"
     return f"waits until {' and '.join(names)} {verb} completed" if names else ""

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ from datetime import datetime
 from pathlib import Path
 
 from toolkit.base import fsio, trust
-from toolkit.base.errors import DamagedFileError, RunNotFoundError, TornFileError, nearest
+from toolkit.base.errors import DamagedFileError, RunNotFoundError, TornFileError, did_you_mean
+from toolkit.base.procfs import ProcessIdentity
 from toolkit.files import records
 from toolkit.files.run_files import (
-    AfterRecord,
     AttemptRecord,
     AttemptStatus,
+    DependencyRecord,
     OwnerRecord,
     RunResult,
     RunStatus,
@@ -38,7 +38,7 @@ RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 RANK_VARIABLE = "TOOLKIT_EXEC_RANK"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
-#: Asks the ranks to record every step, and says how to disturb the run: see `toolkit.train.trace`.
+#: Asks the ranks to record every step, and says how to disturb the run: see `toolkit.train.step_digests`.
 TRACE_VARIABLE = "TOOLKIT_TRACE"
 #: The file that holds room for a run's last writes, and its size: an attempt, a status, a result and lines of a log.
 _ROOM, _ROOM_BYTES = ".room", 1 << 15
@@ -76,8 +76,9 @@ class RunDir:
     skipped_steps = _Below("skipped_steps.jsonl")  #: the steps that were left out, with their samples
     strategy = _Below("strategy.json")  #: what ``strategy.name: auto`` has chosen, and why
     trace = _Below("trace")  #: what `toolkit resume-check` compares, a file for each rank
-    trackers = _Below("trackers")  #: what `toolkit sync` has sent, a file for each tracker and project
+    trackers = _Below("trackers")  #: what `toolkit upload` has sent, a file for each tracker and project
     submitit = _Below("submitit")  #: submitit's own files
+    requests = _Below("requests")  #: what users ask of the run: all in one folder, so that one look finds it
     submission_path = _Below("submitit/submission.json")  #: how the run was last submitted
     after_path = _Below("after.json")  #: what the run waits for
 
@@ -107,8 +108,14 @@ class RunDir:
 
     def has_log_of(self, job_id: str, since: float | None, *others: Path) -> bool:
         """True if a job has written to its log, or one of ``others``, after ``since``. It does so at once."""
-        logs = [*self.submitit.glob(f"{job_id}_*_log.*"), self.logs / f"follow-up-{job_id}.out", *others]
-        return any(log.is_file() and log.stat().st_mtime >= (since or 0.0) for log in logs)
+        logs = [*fsio.entries(self.submitit, f"{job_id}_*_log.*"), self.logs / f"follow-up-{job_id}.out", *others]
+        return any(fsio.is_there(log) and log.stat().st_mtime >= (since or 0.0) for log in logs)
+
+    def make_requests(self) -> None:
+        """Make the folder of requests if it is not there. One that root makes must not keep out the run's own user."""
+        folder, owner = fsio.make_dir(self.requests, parents=0), self.path.stat().st_uid
+        if owner != os.geteuid():
+            os.chown(folder, owner, -1)
 
     def attempt_logs(self, attempt: int) -> Path:
         """Return the folder of logs and error files of one attempt's ranks."""
@@ -118,7 +125,7 @@ class RunDir:
         """Return the file of one rank's standard output and error. ``rank`` may be srun's pattern ``%t``."""
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
 
-    def mark_of_rank(self, attempt: int, rank: int | str) -> str:
+    def rank_tag(self, attempt: int, rank: int | str) -> str:
         """Return the value of ``RANK_VARIABLE`` for a rank."""
         return f"{attempt}/{rank}/{self.path}"
 
@@ -142,17 +149,17 @@ class RunDir:
         """Return the run's point in its sweep; None for a run that belongs to none."""
         return SweepPoint.read(self.path / "point.json")
 
-    def after(self) -> AfterRecord | None:
+    def dependencies(self) -> DependencyRecord | None:
         """Return what the run waits for before it starts, or None."""
-        return AfterRecord.read(self.after_path)
+        return DependencyRecord.read(self.after_path)
 
-    def left_over(self) -> AttemptStatus | None:
+    def interrupted_status(self) -> AttemptStatus | None:
         """Return the status of an attempt that was never closed, or None. Its supervisor died before it did so.
 
         `toolkit resume` replaces the status, and keeps such a one as a part of the new one.
         """
         status = self.status()
-        left = status.left_over or status
+        left = status.interrupted or status
         is_open = left.attempt and all(line.attempt != left.attempt for line in self.attempts())
         return left if is_open else None
 
@@ -161,25 +168,29 @@ class RunDir:
         return self.status().progress.step or 0
 
     def write_status(self, status: RunStatus) -> None:
-        """Replace ``status.json``. It is rewritten twice a second, so not flushed to disk."""
+        """Replace ``status.json``. It is rewritten every few seconds, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status.to_json(), durable=False)
 
     def result(self) -> RunResult | None:
         """Return ``result.json``, or None while the run has not ended."""
         return RunResult.read(self.path / "result.json")
 
-    def hold_room(self) -> None:
+    def remove(self) -> None:
+        """Remove the run. Its name changes first: a removal that is killed leaves no half of a run in the listings."""
+        fsio.remove_as(self.path, self.path.with_name(f".removed-{self.id}"))
+
+    def reserve_space(self) -> None:
         """Hold room on the disk for the last writes of the run, if there is any now."""
         with contextlib.suppress(OSError):
             fsio.write_atomic(self.path / _ROOM, os.urandom(_ROOM_BYTES))  # what compresses would hold none
 
-    def give_up_room(self) -> None:
+    def release_space(self) -> None:
         """Free the held room. A run that has trained to its end is not lost because the disk is full."""
         (self.path / _ROOM).unlink(missing_ok=True)
 
     def write_result(self, result: RunResult) -> None:
         """Replace ``result.json``, durably."""
-        self.give_up_room()
+        self.release_space()
         fsio.write_json(self.path / "result.json", result.to_json())
 
     def clear_result(self) -> None:
@@ -199,8 +210,8 @@ class RunDir:
 
     def attempts_with_logs(self) -> set[int]:
         """Return the numbers of the attempts that have written logs."""
-        found = (re.fullmatch(r"attempt-([0-9]{3,9})", path.parent.name) for path in self.logs.glob("attempt-*/*"))
-        return {int(match[1]) for match in found if match}
+        named = [path for path in fsio.entries(self.logs) if re.fullmatch(r"attempt-[0-9]{3,9}", path.name)]
+        return {int(path.name[len("attempt-") :]) for path in named if fsio.entries(path)}
 
     def add_attempt(self, line: AttemptRecord) -> None:
         """Append a closed attempt, durably."""
@@ -226,25 +237,21 @@ class RunDir:
         """Replace ``owner.json``, durably."""
         fsio.write_json(self.path / "owner.json", owner.to_json())
 
-    def take_number(self, number: int) -> bool:
-        """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it."""
-        path = fsio.make_dir(self.path / "owners", parents=0) / str(number)
-        try:
-            # O_EXCL decides between two processes.
-            fd = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return False
-        with contextlib.suppress(OSError), os.fdopen(fd, "w") as file:  # only who finds it taken reads it
-            file.write(f"{socket.gethostname()} {os.getpid()}")
-        return True
+    def claim_owner_number(self, number: int, mark: str | None = None) -> bool:
+        """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it.
 
-    def give_back_number(self, number: int) -> None:
+        A file server may do this and lose its answer. Another call with the same ``mark`` then finds its own number.
+        """
+        path = fsio.make_dir(self.path / "owners", parents=0) / str(number)
+        return fsio.create_once(path, f"{ProcessIdentity.of(os.getpid())} {mark or secrets.token_hex(4)}")
+
+    def release_owner_number(self, number: int) -> None:
         """Free the number of an owner that could not be recorded."""
         (self.path / "owners" / str(number)).unlink(missing_ok=True)
 
-    def last_number(self) -> int:
+    def last_owner_number(self) -> int:
         """Return the highest number that was taken; 0 before the first."""
-        names = (path.name for path in (self.path / "owners").glob("*"))
+        names = (path.name for path in fsio.entries(self.path / "owners"))
         return max((int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)), default=0)
 
     def owner_number(self) -> int | None:
@@ -279,7 +286,7 @@ def create(name: str, root: Path | None = None) -> RunDir:
     Raises RequestError if others could replace it.
     """
     parent = fsio.make_dir(make_root(root or runs_root()) / name)
-    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # exists now: no other user can make it first
+    trust.refuse_untrusted(parent, "the folder for runs, TOOLKIT_RUNS")  # exists now: no other user can make it first
     while True:
         run = RunDir(parent / f"{id_time(time.time())}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too
@@ -323,27 +330,31 @@ def link_code(folder: Path, target: str) -> None:
     link.replace(folder / COPIES / "now")
 
 
-def refuse_code_of_others(run: RunDir) -> None:
+def refuse_untrusted_code(run: RunDir) -> None:
     """Raise RequestError if others may change the sources of ``run``. They are about to run as this user."""
     for path in (run.path, run.code, run.config):
-        trust.refuse_of_others(path, f"run {run.id} would run its sources as you (--trust allows its owner's)")
+        trust.refuse_untrusted(path, f"run {run.id} would run its sources as you (--trust allows its owner's)")
 
 
 def all_runs(root: Path | None = None) -> list[RunDir]:
-    """Return every run, oldest first. A run without a config counts if it has started."""
+    """Return every run, oldest first. A run without a config counts if it has started, or cannot be read.
+
+    Raises OSError where the disk does not say what there is.
+    """
     # os.path and texts: there may be 10,000 runs, and a Path takes ten times as long.
     found: list[tuple[str, str]] = []
     for _, name in _folders(str(root or runs_root())):
-        found += _folders(name)
+        with contextlib.suppress(PermissionError):  # another user's, or lost+found
+            found += _folders(name)
     return [RunDir(Path(path)) for run_id, path in sorted(found) if _is_run(run_id, path)]
 
 
 def _folders(path: str) -> list[tuple[str, str]]:
-    """Return names and paths of the folders in ``path``. There are none if it cannot be read."""
+    """Return names and paths of the folders in ``path``."""
     try:
         with os.scandir(path) as entries:
             return [(entry.name, entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir()]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
@@ -354,7 +365,15 @@ def is_run_id(name: str) -> bool:
 
 def _is_run(run_id: str, path: str) -> bool:
     signs = ("config.yaml", "status.json", "result.json", "owner.json") if is_run_id(run_id) else ("config.yaml",)
-    return any(os.access(f"{path}/{name}", os.F_OK) for name in signs)
+    for name in signs:
+        try:
+            os.stat(f"{path}/{name}")  # noqa: PTH116
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # its row says so
+            return is_run_id(run_id)
+        return True
+    return False
 
 
 def find(text: str, root: Path | None = None) -> RunDir:
@@ -388,7 +407,7 @@ def find(text: str, root: Path | None = None) -> RunDir:
     else:
         names = sorted({run.name for run in runs})
         newest = ", ".join(f"{run.name}/{run.id}" for run in runs[-3:])
-        why = f"no run {text!r} under {root}; {nearest(text, names)}names: {', '.join(names)}; newest: {newest}"
+        why = f"no run {text!r} under {root}; {did_you_mean(text, names)}names: {', '.join(names)}; newest: {newest}"
     raise RunNotFoundError(why)
 
 
@@ -427,7 +446,7 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
         )
     # The run may have been removed since.
     run = RunDir(Path(text))
-    if not run.path.is_dir():
+    if not fsio.is_there(run.path):
         return None
-    trust.refuse_of_others(run.path, f"the run of job {job}")
+    trust.refuse_untrusted(run.path, f"the run of job {job}")
     return run

@@ -1,7 +1,7 @@
 """Where a run's time went: seconds by name, since its submission, over all attempts.
 
-The supervisor's clock tells when things happened, rank 0's how long each took (:class:`Timesheet`). The two are never
-compared, for they may differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the wall time.
+The supervisor's clock tells when things happened, rank 0's how long each took (:class:`TimeBreakdown`). The two are
+never compared, for they may differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the wall time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from toolkit.base.durations import in_units
-from toolkit.files.run_files import AttemptRecord, RunProgress, Start
+from toolkit.files.run_files import AttemptRecord, AttemptStart, RunProgress
 from toolkit.files.rundir import RunDir
 
 #: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.goodput`.
@@ -26,17 +26,17 @@ WORDS = {
     "data_wait": "waiting for data",
     "checkpoint": "saving",
     "evaluation": "evaluation",
-    "replay": "steps made again",
+    "replay": "repeated steps",
     "idle": "idle",
 }
 
-#: Decisions after which a run goes on only if its user resumes it.
+#: Decisions after which a run continues only if its user resumes it.
 _ENDS_RUN = ("finish", "give_up")
 #: Seconds of each of PARTS.
 Ledger: TypeAlias = dict[str, float]
 
 
-def of_attempt(start: Start, first_step: float | None, progress: RunProgress, until: float) -> Ledger:
+def of_attempt(start: AttemptStart, first_step: float | None, progress: RunProgress, until: float) -> Ledger:
     """Return where the time from ``start.since`` to ``until`` went.
 
     ``first_step`` is when the first step began, None before it; ``progress`` is rank 0's report. Steps that an earlier
@@ -67,7 +67,7 @@ def gained_s(progress: RunProgress, saved: int, saved_before: int) -> float:
     return sum(progress.spent.values()) * gained / (last - first)
 
 
-def away_s(attempts: Sequence[AttemptRecord], resumed: float | None = None) -> float:
+def ended_gap_s(attempts: Sequence[AttemptRecord], resumed: float | None = None) -> float:
     """Return the seconds in which the run had ended and waited for its user, who has resumed it.
 
     ``resumed`` is when the attempt without a line was submitted, None without one.
@@ -80,7 +80,7 @@ def away_s(attempts: Sequence[AttemptRecord], resumed: float | None = None) -> f
 def of_run(attempts: Sequence[Mapping[str, float]], submitted: float, now: float) -> Ledger:
     """Return the whole run's ledger from ``submitted`` to ``now``, by those of its attempts.
 
-    A ledger is empty where nothing is known. Take :func:`away_s` from ``now``: that time is not the run's.
+    A ledger is empty where nothing is known. Take :func:`ended_gap_s` from ``now``: that time is not the run's.
     """
     return _fitted({part: sum(ledger.get(part, 0.0) for ledger in attempts) for part in PARTS}, now - submitted)
 
@@ -114,12 +114,12 @@ def of_files(run: RunDir) -> dict[str, float] | None:
         return dict(result.goodput)
     lines, status = run.attempts(), run.status()
     parts = [(line.begun, line.goodput, line.ended) for line in lines]
-    away = away_s(lines)
+    away = ended_gap_s(lines)
     # The attempt that runs now has no line yet: take it from the status.
     is_new = all(line.attempt != status.attempt for line in lines)
     if is_new and status.goodput and status.started is not None and status.updated is not None:
         parts.append((status.submitted or status.started, status.goodput, status.updated))
-        away = away_s(lines, parts[-1][0])
+        away = ended_gap_s(lines, parts[-1][0])
     ledgers = [ledger for _, ledger, _ in parts]
     if not any(ledgers):
         return None
@@ -129,7 +129,7 @@ def of_files(run: RunDir) -> dict[str, float] | None:
 def sentence(ledger: Mapping[str, float] | None) -> str:
     """Return the ledger as a sentence, empty for a run that reports nothing.
 
-    Such as ``87 % of 1 h 12 min was training; 6 % start-up, 4 % steps made again``.
+    Such as ``87 % of 1 h 12 min was training; 6 % start-up, 4 % repeated steps``.
     """
     if not ledger or not any(ledger.get(part) for part in MEASURED):
         return ""
@@ -140,7 +140,7 @@ def sentence(ledger: Mapping[str, float] | None) -> str:
     return text.removesuffix("; ")
 
 
-class Timesheet:
+class TimeBreakdown:
     """Seconds by kind of work: a step, or what comes between two steps.
 
     Work is counted when it ends, with one reading of the clock. Work that has not ended is not counted, so a step in
@@ -172,7 +172,7 @@ class Timesheet:
         self._mark = now
 
     @contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Count the block as ``name``. The time since the last step, such as reading the loss, is still training."""
         self.add("training")
         try:

@@ -120,7 +120,7 @@ class JsonlSink(Sink):
         self._file = fsio.PatientFile(path)
         self._file.truncate(end)
         last = _last_line(path)
-        self._last: dict[str, Json] = fsio.finite(json.loads(last)) if last else {}
+        self._last: dict[str, Json] = fsio.nonfinite_to_none(json.loads(last)) if last else {}
         self._last_start = self._file.size - len(last)
         self._clock = clock
 
@@ -130,7 +130,7 @@ class JsonlSink(Sink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line. Add to the last one if it has the same step (an evaluation after a logging step)."""
-        self._append(step, fsio.finite({tag: float(value) for tag, value in values.items()}))
+        self._append(step, fsio.nonfinite_to_none({tag: float(value) for tag, value in values.items()}))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Add to the same line how many values each bin has, under the middle of the bin. Empty ones are left out."""
@@ -179,7 +179,7 @@ def _end_of(path: Path, step: int | None) -> int:
     dropped. The file is never flushed, so a node that died may have left other lines that cannot be read. Then it is
     kept under another name, and the good lines are written anew. Only that takes room on the disk, which may be full.
     """
-    if step is None or not path.exists() or not path.stat().st_size:
+    if step is None or not fsio.is_there(path) or not path.stat().st_size:
         return 0
     if path.stat().st_size < limits().metrics_read_whole_bytes:
         *lines_of_file, _ = fsio.read_bytes(path).split(b"\n")

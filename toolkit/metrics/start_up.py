@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.files.run_files import RunProgress, Start
+from toolkit.files.run_files import AttemptStart, RunProgress
 
 #: What rank 0 measures before its first step, see `toolkit.ranks.session`.
 IN_RANK = ("program", "group", "data", "resume")
@@ -32,7 +32,7 @@ WORDS = {
 
 
 def of_attempt(
-    start: Start, began: float, first_step: float | None, progress: RunProgress, submit_s: float = 0.0
+    start: AttemptStart, began: float, first_step: float | None, progress: RunProgress, submit_s: float = 0.0
 ) -> dict[str, float]:
     """Return the seconds of each of PARTS; empty before the first step.
 

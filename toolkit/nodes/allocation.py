@@ -17,7 +17,7 @@ from toolkit.base.errors import RequestError, SlurmError
 from toolkit.config import ClusterConfig
 from toolkit.slurm import cluster_name
 from toolkit.slurm.commands import SlurmCommands
-from toolkit.slurm.environment import of_components, whole_number
+from toolkit.slurm.environment import component_environments, whole_number
 from toolkit.slurm.jobs import JobGpus
 
 log = logs.get(__name__)
@@ -104,7 +104,7 @@ class Allocation:
         """Return what else a step has on these nodes, which are of one component."""
         return dict(enumerate(self.other_gres)).get(self._component_of.get(next(iter(hosts)), 0), "")
 
-    def steps(self, hosts: Collection[str]) -> list[list[str]]:
+    def step_groups(self, hosts: Collection[str]) -> list[list[str]]:
         """Return the nodes in groups of which one step can be made: of one component, with the same GPUs on each."""
         groups: dict[tuple[int | None, int, str], list[str]] = {}
         component_of, gpus_of = self._component_of, self.gpus_of
@@ -164,7 +164,7 @@ class Allocation:
             found.append({**own, **size, **({"gpus_per_node": gpus} if self.asks_for_gpus else {})})
         return found
 
-    def without(self, spare: int) -> Allocation:
+    def without_spares(self, spare: int) -> Allocation:
         """Return what is left without ``spare`` nodes: the last of the commonest shape. Raises RequestError."""
         if spare >= len(self.hosts):
             raise RequestError(
@@ -224,7 +224,7 @@ class Allocation:
                 "use sbatch or salloc, or `toolkit submit` from a login node"
             )
         # Ranks fill one component after the other, as with srun.
-        parts = of_components(environ)
+        parts = component_environments(environ)
         nodes = [hostlist.expand(part["SLURM_JOB_NODELIST"]) for part in parts]
         hosts = tuple(itertools.chain(*nodes))
         gpus = _gpus(environ, hosts, slurm)
@@ -245,7 +245,7 @@ class Allocation:
             asks_for_gpus=gpus.are_asked,
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
-            cluster=cluster_name.in_job(environ),
+            cluster=cluster_name.name_in_job(environ),
             task_cpus=tuple(task_cpus) if len({*task_cpus}) > 1 else (),
             components=components if len(parts) > 1 else (),
             partitions=tuple(part.get("SLURM_JOB_PARTITION", "") for part in parts) if len(parts) > 1 else (),
@@ -258,7 +258,7 @@ def _gpus(environ: Mapping[str, str], hosts: Sequence[str], slurm: SlurmCommands
         name.startswith(("SLURM_GPUS", "SLURM_JOB_GPUS", "SLURM_HET_SIZE")) for name in environ
     ):
         ask = partial(slurm.gpus_of, environ["SLURM_JOB_ID"])
-        answer = outages.ask(ask, "Slurm does not say how many GPUs each node has: taken as on this one", wait_s=0.0)
+        answer = outages.retry_slurm(ask, "Slurm does not report the nodes' GPUs: assuming as many as here", wait_s=0.0)
         if answer is not None and answer.of_host.keys() >= {*hosts}:
             return answer
     return JobGpus(dict.fromkeys(hosts, whole_number(environ, "SLURM_GPUS_ON_NODE", 0)))
@@ -272,7 +272,7 @@ def _tasks(environ: Mapping[str, str], gpus: Sequence[int]) -> list[int]:
     tasks = hostlist.expand_counts(text)
     if len(tasks) != len(gpus):
         raise RequestError(
-            f"SLURM_TASKS_PER_NODE={text} speaks of {len(tasks)} nodes and SLURM_JOB_NODELIST="
+            f"SLURM_TASKS_PER_NODE={text} names {len(tasks)} nodes, and SLURM_JOB_NODELIST="
             f"{environ['SLURM_JOB_NODELIST']} of {len(gpus)}; a step of srun "
             "names its own tasks: leave srun out; else one of them was changed by hand"
         )

@@ -125,7 +125,7 @@ class Batch:
         """Return samples ``start`` to ``stop`` of these. Raises JobCodeError for data that cannot be split."""
         part = slice(start, stop)
         try:
-            data = nested.rows(self.data, len(self), part, is_stacked=self.is_stacked)
+            data = nested.slice_samples(self.data, len(self), part, is_stacked=self.is_stacked)
         except nested.NestingError as error:
             raise JobCodeError(
                 f"data: a batch cannot be cut into parts (train.accumulate, pipeline): {error}; give every tensor of "

@@ -85,7 +85,7 @@ def _room_for(place: Tensor) -> Tensor:
     return place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
 
 
-def from_rank(source: int, value: Any) -> Any:
+def broadcast_object(source: int, value: Any) -> Any:
     """Return on every rank the ``value`` of rank ``source``. It is pickled, and goes only between this run's ranks."""
     values = [value]
     dist.broadcast_object_list(values, source)
@@ -203,14 +203,14 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 STEP_SHARE = 0.7
 
 
-def adopt_limits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
+def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
     """Give ``groups`` the session's limit; torch has opened them with its own (a mesh's groups)."""
     for group in groups:
         if any(_timeout(group, device) is not None for device in _devices(group)):
             older_torch.set_timeout(timeout, group)
 
 
-def tighten_limits(timeout: timedelta) -> None:
+def tighten_timeouts(timeout: timedelta) -> None:
     """Give every group that was opened with ``timeout`` the limit for steps. Groups with another limit keep theirs."""
     for group in list(distributed_c10d._world.pg_map):
         if any(_timeout(group, device) == timeout for device in _devices(group)):

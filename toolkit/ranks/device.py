@@ -68,7 +68,7 @@ def _lack_of_service(backend: str) -> str:
     )
 
 
-def agree(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int) -> None:
+def agree_on_backend(store: dist.Store, rank: int, world_size: int, backend: str, gpus: int) -> None:
     """Return when all ranks can open a group over ``backend``. ``gpus`` is the number asked for on each node.
 
     Every rank calls it, once. Raises ConfigError on all ranks if one of them sees none of the GPUs that were asked
@@ -129,7 +129,7 @@ def choose_device(store: dist.Store, backend: str, local_rank: int, tasks_per_gp
         return torch.device("cpu")
     index, local_world_size = local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local_world_size > 1:
-        index = turn(store, local_rank, local_world_size, accelerator.identities(visible))
+        index = choose_gpu_index(store, local_rank, local_world_size, accelerator.identities(visible))
     index //= tasks_per_gpu
     if index >= visible and is_of_devices(backend):
         raise ConfigError(
@@ -142,7 +142,7 @@ def choose_device(store: dist.Store, backend: str, local_rank: int, tasks_per_gp
     return device
 
 
-def turn(store: dist.Store, local_rank: int, local_world_size: int, visible: Sequence[str]) -> int:
+def choose_gpu_index(store: dist.Store, local_rank: int, local_world_size: int, visible: Sequence[str]) -> int:
     """Return the place of this rank's GPU among the ``visible``. If too few, ranks that see the same take turns."""
     key = f"toolkit/gpus/{socket.gethostname()}"
     own = json.dumps(visible)

@@ -56,7 +56,7 @@ def leaves(tree: Any) -> Iterator[Any]:
     yield from found
 
 
-def rows(tree: Any, count: int, part: slice, *, is_stacked: bool = True) -> Any:
+def slice_samples(tree: Any, count: int, part: slice, *, is_stacked: bool = True) -> Any:
     """Return the samples ``part`` of a batch ``tree`` of ``count`` samples.
 
     Every tensor and array has ``count`` rows; so has a list of texts. With ``is_stacked`` false, a list or a tuple of
@@ -74,7 +74,7 @@ def rows(tree: Any, count: int, part: slice, *, is_stacked: bool = True) -> Any:
     return _mapped(cut, ROOT, _marked(tree, ROOT, None if is_stacked else count))
 
 
-def twice(tree: Any) -> Any:
+def repeat_samples(tree: Any) -> Any:
     """Return a batch ``tree`` with all of its samples twice."""
 
     def double(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed import Store, TCPStore, distributed_c10d
 LIBUV = hasattr(TCPStore, "clone")  # came with 2.8, too
 
 
-def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+def supported_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """Return those of the ``options`` that ``function`` has. It is for options that change no result."""
     there = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in there}

@@ -17,7 +17,8 @@ from toolkit import hang
 from toolkit.base import logs, procfs
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.base.process_limits import limits
-from toolkit.files.records import Misfit
+from toolkit.files.polling import PollTimer
+from toolkit.files.records import SchemaError
 from toolkit.files.run_files import STOPPED_PHASE, RunProgress, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Activity
@@ -55,8 +56,12 @@ class _Latest(Reporter):
         self._fields = {**self._fields, **fields, "time": time.time()}  # one assignment: the thread sees old or new
 
     def _run(self) -> None:
+        failures = logs.RateLimitedWarnings(log)
         while not self._closed.wait(self._every_s):
-            self._publish(self._fields)
+            try:
+                self._publish(self._fields)
+            except Exception as error:  # the next report is a second away; a rank without reports counts as stopped
+                failures.warn("a report of this rank has failed: %r", error)
 
     def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
         """Publish a report. The last one may take ``wait_s``, and the others no time."""
@@ -81,8 +86,8 @@ class AgentReporter(_Latest):
         super().__init__(limits().report_every_s if rank == 0 else 2 * limits().report_every_s)
         self._outbox, self._sending = outbox, threading.Lock()
         self._attempt, self._rank = attempt, rank
-        self._activity, self._early_work = activity, EarlyWork(activity)
-        self._is_cut = False  #: True once a report was too long
+        self._activity, self._early_work = activity, StartupActivity(activity)
+        self._was_truncated = False  #: True once a report was too long
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
@@ -102,8 +107,8 @@ class AgentReporter(_Latest):
         # Too long for one message: leave the metrics out.
         data = report.as_bytes()
         if len(data) > MAX_BYTES:
-            if not self._is_cut:
-                self._is_cut = True
+            if not self._was_truncated:
+                self._was_truncated = True
                 only = "only TensorBoard and metrics.jsonl have them"
                 log.warning("there are too many metrics for `toolkit status`: %s", only)
             fields, result = ({**extra, "metrics": {}} if extra else extra for extra in (report.fields, report.result))
@@ -116,7 +121,7 @@ class AgentReporter(_Latest):
         except AgentGoneError:
             if self._closed.is_set():  # the attempt is over on both sides
                 return
-            log.error("the agent of this node is gone, and nothing looks after this rank any more: it ends")
+            log.error("the agent of this node is gone, and this rank is without a supervisor: it ends")
             os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
 
 
@@ -127,16 +132,18 @@ class FileReporter(_Latest):
         super().__init__(limits().report_every_s)
         self._run_dir, self._owns_run = run, owns_run
         self._status = status
-        self._started = time.time()
+        self._started, self._timer = time.time(), PollTimer()
         self._run_dir.clear_result()
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
+        if not self._closed.is_set() and not self._timer.is_due(fields.get("phase")):
+            return
         if not self._owns_run():
             log.error("run %s was started again by another process, and belongs to it: this one ends", self._run_dir.id)
             os._exit(EXIT_FAILED)  # all that it writes from now on would damage the run
         # A full disk, or a figure that no file may hold; the next report is a second away.
-        with contextlib.suppress(OSError, Misfit):
+        with contextlib.suppress(OSError, SchemaError):
             progress = RunProgress.from_json(fields)
             status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)
             self._run_dir.write_status(status)
@@ -165,7 +172,7 @@ LOOK_EVERY_S = 2.0
 COMPILES_IN = frozenset({hang.SETTING_UP, hang.PRIMING, hang.IN_STEP, hang.OWN_CODE})
 
 
-class EarlyWork:
+class StartupActivity:
     """Moves the count of ``activity`` while the rank and its children use a CPU, until its first step has ended."""
 
     def __init__(

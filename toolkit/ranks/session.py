@@ -41,10 +41,10 @@ from toolkit.files.run_files import RunStatus
 from toolkit.hang import Activity
 from toolkit.nodes.agent import reports
 from toolkit.ranks import collectives, older_torch
-from toolkit.ranks.device import agree, backend_of_plugin, choose_backend, choose_device
+from toolkit.ranks.agreement import STOP, Gate, StalledRequest
+from toolkit.ranks.agreement.torch_store import StoreTransport, connector
+from toolkit.ranks.device import agree_on_backend, backend_of_plugin, choose_backend, choose_device
 from toolkit.ranks.report import AgentReporter, FileReporter, Reporter
-from toolkit.ranks.stop import STOP, Gate, Hang
-from toolkit.ranks.stop.torch_store import StoreTransport, connector
 from toolkit.slurm import network
 
 #: The number of this attempt, counted from 1.
@@ -98,9 +98,9 @@ class Session:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def step_made(self) -> None:
+    def tighten_timeouts(self) -> None:
         """Tighten the timeouts after the attempt's first step: no rank has reason to keep others waiting then."""
-        collectives.tighten_limits(self.timeout)
+        collectives.tighten_timeouts(self.timeout)
 
     def progress(self, **fields: Any) -> None:
         """Report where this rank is (phase, step, loss, ...). Cheap, and never blocks on I/O."""
@@ -116,7 +116,7 @@ class Session:
         if not self.is_main:
             said = json.loads(self.store.get(key))
             if said is None:
-                raise ToolkitError(f"{topic}: rank 0 could not say: see its log")
+                raise ToolkitError(f"{topic}: rank 0 could not provide it: see its log")
             return said
         # Publish None if ``say`` raises: the others must not wait for the timeout.
         said = None
@@ -174,7 +174,7 @@ def open_session(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> I
             stack.push(brought.finalize)
             key = partial(brought.launch_key, rank, world_size)
         store = open_store(rank, world_size, timeout, rundir.runs_root() / RENDEZVOUS, key)
-        agree(store, rank, world_size, backend, gpus)
+        agree_on_backend(store, rank, world_size, backend, gpus)
         device = choose_device(store, backend, local_rank, tasks_per_gpu)
         dist.init_process_group(
             backend,
@@ -196,7 +196,7 @@ def open_beside(config: DistConfig, gpus: int = 0, tasks_per_gpu: int = 1) -> It
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     store = open_store(rank, world_size, timeout, rundir.runs_root() / RENDEZVOUS)
-    agree(store, rank, world_size, choose_backend("auto", tasks_per_gpu), gpus)
+    agree_on_backend(store, rank, world_size, choose_backend("auto", tasks_per_gpu), gpus)
     device = choose_device(store, "gloo", local_rank, tasks_per_gpu)
     with _session(place, device, store, timeout, start_up) as session:
         yield session
@@ -253,9 +253,9 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
         return Path(known)
     # The path comes from the store: check that it exists here and is trusted.
     told = Path(store.get("toolkit/run_dir").decode(errors="replace"))
-    if not told.is_dir():
-        raise ToolkitError(f"rank {rank}: there is no run folder {told}, which rank 0 has told; do all nodes share it?")
-    trust.refuse_of_others(told, f"rank {rank}: the run folder that rank 0 has told")
+    if not fsio.is_there(told):
+        raise ToolkitError(f"rank {rank}: there is no run folder {told}, which rank 0 has sent; do all nodes share it?")
+    trust.refuse_untrusted(told, f"rank {rank}: the run folder that rank 0 has sent")
     return told
 
 
@@ -273,7 +273,7 @@ def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int
         gate.close()
 
 
-def _force_exit(hang: Hang) -> None:
+def _force_exit(hang: StalledRequest) -> None:
     """End the process if a stop hangs: nothing can be saved any more, and the next start needs the time."""
     if hang.kind != STOP:  # a save can wait, for the end of an evaluation too
         log.warning("%s", hang)
@@ -345,7 +345,7 @@ def open_store(
             "under srun, torchrun or Open MPI's mpirun, set MASTER_ADDR and MASTER_PORT, or use dist.backend: mpi"
         )
     # A folder of another user could hold a forged rendezvous file.
-    trust.refuse_of_others(fsio.make_dir(folder), f"rank {rank}: the folder by which the ranks find each other")
+    trust.refuse_untrusted(fsio.make_dir(folder), f"rank {rank}: the folder by which the ranks find each other")
     path = folder / f"{key}.json"
     if rank == 0:
         return _host(path, world_size, timeout)

@@ -7,7 +7,7 @@ The kind of a value decides who writes it and who reads it, so that needs no agr
   part, equal on all of them, exactly one of them writes it.
 * `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never collide.
 
-A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.loaded`.
+A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.on_loaded`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Sharded:
 
 #: Prefixes of the names of state that training can do without. What a checkpoint lacks of it keeps its initial value,
 #: and what only the checkpoint has is ignored. So these may be switched on and off at a resume, and those of one rank
-#: alone keep no other number of ranks from resuming.
+#: alone keep no other number of ranks from resuming. State that only one of the strategies with `same_state` keeps is
+#: named `update/...`.
 OPTIONAL = ("ema/", "mask/", "update/")
 
 Entry: TypeAlias = Replicated | PerRank | Sharded

@@ -23,8 +23,8 @@ from torch.distributed import TCPStore
 from toolkit.base import this_node
 from toolkit.nodes.agent.die_with_parent import ignore_signals
 from toolkit.ranks import older_torch
-from toolkit.ranks.stop import propose
-from toolkit.ranks.stop.torch_store import StoreTransport
+from toolkit.ranks.agreement import propose
+from toolkit.ranks.agreement.torch_store import StoreTransport
 from toolkit.slurm.network import listen, reachable_at
 
 
@@ -39,7 +39,7 @@ def serve(store: TCPStore, world_size: int, requests: IO[str]) -> None:
 def main() -> None:
     """Serve the store on an inherited listening socket, or else on a free port. The first line names the port."""
     ignore_signals()  # the ranks need us to agree where to stop; a container may lose which signals are ignored
-    this_node.claim_all()  # each rank has several connections, and the usual soft limit is 1,024
+    this_node.raise_open_files()  # each rank has several connections, and the usual soft limit is 1,024
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)
     parser.add_argument("--host", required=True)

@@ -24,7 +24,7 @@ def name_here(environ: Mapping[str, str] | None = None) -> str:
     given = environ.get("SLURM_CLUSTERS")
     if given is not None:
         return given.lower() if re.fullmatch(r"[\w.-]+", given) and given.lower() != "all" else ""
-    name = in_job(environ) or in_config(environ)
+    name = name_in_job(environ) or name_in_config(environ)
     if name or shutil.which("scontrol", path=environ.get("PATH", os.defpath)) is None:
         return name
     from toolkit.slurm import commands  # takes longer to import than a command that only looks at files
@@ -35,12 +35,12 @@ def name_here(environ: Mapping[str, str] | None = None) -> str:
         return ""
 
 
-def in_job(environ: Mapping[str, str]) -> str:
+def name_in_job(environ: Mapping[str, str]) -> str:
     """Return the name that Slurm has given a job; empty outside of a job."""
     return environ.get("SLURM_CLUSTER_NAME", "").lower() if "SLURM_JOB_ID" in environ else ""
 
 
-def in_config(environ: Mapping[str, str]) -> str:
+def name_in_config(environ: Mapping[str, str]) -> str:
     """Return the name in the first ``slurm.conf`` that has one; empty without."""
     program = shutil.which("squeue", path=environ.get("PATH")) or ""
     beside = Path(program).resolve().parent.parent / "etc/slurm.conf"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from toolkit.base import outages, signals
-from toolkit.base.errors import MaybeQueuedError, SlurmError, SlurmRefusedError, listing, nearest, shortened
+from toolkit.base.errors import MaybeQueuedError, SlurmError, SlurmRefusedError, did_you_mean, listing, shortened
 from toolkit.base.process_limits import limits
 from toolkit.slurm.environment import plain_environment, submit_environment
 from toolkit.slurm.jobs import (
@@ -26,13 +26,13 @@ from toolkit.slurm.jobs import (
     JobRow,
     JobStatus,
     base_id,
+    job_lines,
     parse_drained,
     parse_gpus,
     parse_jobs,
     parse_statuses,
     row_of,
     rows_by_id,
-    rows_in,
 )
 from toolkit.slurm.reachable import DEFAULT_SLURMD_PORT
 
@@ -121,7 +121,7 @@ class SlurmCommands(Protocol):
     def depend(self, job_id: str, on: Sequence[str]) -> None:
         """Let a pending job wait for the end of these jobs, and of no others. Slurm refuses this for a running job."""
 
-    def drained(self, node_list: str) -> dict[str, str]:
+    def drain_reasons(self, node_list: str) -> dict[str, str]:
         """Return the reason, with who gave it, of each of these nodes that takes no new jobs (DRAIN). One call."""
 
     def topology(self) -> str:
@@ -178,7 +178,7 @@ class Slurm:
             raise
         rows = parse_jobs(text)
         if not rows:
-            raise SlurmError(f"`scontrol show job {job_id}` printed no job but {text.strip()[:200]!r}")
+            raise SlurmError(f"`scontrol show job {job_id}` printed, instead of a job, {text.strip()[:200]!r}")
         return row_of(rows, job_id)
 
     def gpus_of(self, job_id: str) -> JobGpus:
@@ -192,7 +192,7 @@ class Slurm:
             queued = self.user_jobs()
         elif wanted:
             try:
-                queued = parse_statuses(rows_in(self._run([*_SQUEUE, f"--jobs={base_id(wanted[0])}"])))
+                queued = parse_statuses(job_lines(self._run([*_SQUEUE, f"--jobs={base_id(wanted[0])}"])))
             except ProgramRefusedError as error:  # squeue fails for a single id that the controller does not know
                 if not error.says("Invalid job id"):
                     raise
@@ -202,7 +202,7 @@ class Slurm:
         return found | (rows_by_id(gone, self.accounted_jobs(gone)) if gone else {})
 
     def user_jobs(self) -> list[JobStatus]:
-        return parse_statuses(rows_in(self._run([*_SQUEUE, f"--user={os.getuid()}"])))
+        return parse_statuses(job_lines(self._run([*_SQUEUE, f"--user={os.getuid()}"])))
 
     def accounted_jobs(self, job_ids: Sequence[str]) -> list[JobStatus]:
         columns = ["--parsable2", "--format=JobID,State,NodeList,ExitCode"]
@@ -210,14 +210,14 @@ class Slurm:
         # Accounting tells of other users' jobs, too: a number may have been given again, to one of them.
         ask += [f"--user={os.getuid()}"] if os.getuid() else []
         try:
-            return parse_statuses(rows_in(self._run(ask)))
+            return parse_statuses(job_lines(self._run(ask)))
         except SlurmError:
             return []
 
     def job_of_script(self, path: str) -> str | None:
         # %o is the script with its whole path; a line break or a | in it can only make the line fit nothing.
         ask = ["squeue", "--noheader", "--all", "--states=all", "--format=%F|%o", f"--user={os.getuid()}"]
-        lines = rows_in(self._run(ask))
+        lines = job_lines(self._run(ask))
         # Of a heterogeneous job the first component, whose id is the job's, has the lowest one.
         jobs = (job_id for job_id, _, command in (line.partition("|") for line in lines) if command.strip() == path)
         return min(map(str.strip, jobs), key=int, default=None)
@@ -262,7 +262,7 @@ class Slurm:
     def depend(self, job_id: str, on: Sequence[str]) -> None:
         self._run(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{':'.join(on)}"])
 
-    def drained(self, node_list: str) -> dict[str, str]:
+    def drain_reasons(self, node_list: str) -> dict[str, str]:
         return parse_drained(self._run(["scontrol", "--all", "show", "node", node_list]))
 
     def topology(self) -> str:
@@ -299,7 +299,7 @@ class Slurm:
                 return job_id
             if time.monotonic() > deadline:
                 raise MaybeQueuedError(
-                    f"whether Slurm has taken the job is not known: {why}\n{unknown}\n"
+                    f"it is not known whether Slurm accepted the job: {why}\n{unknown}\n"
                     f"Look for it: `squeue --me --format='%i %T %o'` shows it with its script, {script}"
                 )
             time.sleep(1.0)
@@ -407,7 +407,7 @@ _SQUEUE = ("squeue", "--noheader", "--all", "--array", "--states=all", "--format
 
 def settings_of(slurm: SlurmCommands) -> Settings:
     """Return the site's settings; Slurm's defaults where it does not answer at once."""
-    return outages.ask(slurm.settings, "Slurm does not say how it is set up", wait_s=0.0) or Settings()
+    return outages.retry_slurm(slurm.settings, "Slurm does not report its settings", wait_s=0.0) or Settings()
 
 
 class _ProgramError(SlurmError):
@@ -479,7 +479,7 @@ def advice_on(stderr: str) -> str:
         wrong = re.search(r"specified: (\S+)", stderr)
         with suppress(SlurmError):
             names = run_program(["sinfo", "--noheader", "--format=%R"], 10.0, os.environ).split()
-            found = f"{nearest(wrong[1], names) if wrong else ''}cluster.partition is one of {listing(names)}"
+            found = f"{did_you_mean(wrong[1], names) if wrong else ''}cluster.partition is one of {listing(names)}"
     return f"\nWhat to do: {found}" if found else ""
 
 

@@ -84,7 +84,7 @@ _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Number:
-    """A number and where it came from. Errors and ``toolkit env`` show the source."""
+    """A number and where it came from. Errors and ``toolkit placement`` show the source."""
 
     value: int
     source: str
@@ -100,7 +100,7 @@ def number(environ: Environ, *names: str) -> Number | None:
         return None
     text = environ[name]
     if not _WHOLE_NUMBER.fullmatch(text):
-        raise refusal(f"{name}={text[:80]!r} is not a number", "unset it, or start again with one launcher")
+        raise placement_error(f"{name}={text[:80]!r} is not a number", "unset it, or start again with one launcher")
     return Number(int(text), name)
 
 
@@ -108,7 +108,7 @@ def required(environ: Environ, *names: str, because: Number, advice: str) -> Num
     """Return the first of ``names`` that is set. Raises PlacementError if none is, although ``because`` is."""
     value = number(environ, *names)
     if value is None:
-        raise refusal(f"{because} is set but {' / '.join(names)} is not", advice)
+        raise placement_error(f"{because} is set but {' / '.join(names)} is not", advice)
     return value
 
 
@@ -125,7 +125,7 @@ _OF_COMPONENT = re.compile(r"(.+)_HET_GROUP_([0-9]+)")
 _SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_CPUS", "SLURM_GPUS", "SLURM_JOB_GPUS", "SLURM_MEM", "SLURM_TRES")
 
 
-def of_components(environ: Environ) -> list[Environ]:
+def component_environments(environ: Environ) -> list[Environ]:
     """Return the environment of each component of a heterogeneous job; that of any other job alone.
 
     A variable that describes one component has ``_HET_GROUP_N`` behind its name. Here it has the name that it has in
@@ -148,6 +148,6 @@ def of_components(environ: Environ) -> list[Environ]:
     return [first | own[0], *(common | each for each in own[1:])]
 
 
-def refusal(problem: str, advice: str) -> PlacementError:
+def placement_error(problem: str, advice: str) -> PlacementError:
     """Return the error to raise, with the problem and what to do."""
     return PlacementError(f"cannot tell which rank this is: {problem}. What to do: {advice}.")

@@ -310,11 +310,11 @@ def _exit_code(text: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def rows_in(text: str) -> list[str]:
+def job_lines(text: str) -> list[str]:
     """Return the rows of squeue or sacct, without what a site's wrapper prints. Raises SlurmError if that is all."""
     rows = [line for line in text.splitlines() if re.match(r"\s*[0-9]+[^|\s]*\s*\|", line)]
     if text.strip() and not rows:
-        raise SlurmError(f"Slurm printed no rows of jobs but {text.strip()[:200]!r}")
+        raise SlurmError(f"Slurm printed, instead of rows of jobs, {text.strip()[:200]!r}")
     return rows
 
 
@@ -360,9 +360,9 @@ def rows_by_id(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, J
         # The row of an array element or het component also stands for the whole job.
         for name in {row.job_id, base_id(row.job_id)}:
             by_id.setdefault(name, []).append(row)
-    return {job_id: present_of(by_id.get(job_id, [])) for job_id in job_ids}
+    return {job_id: current_row(by_id.get(job_id, [])) for job_id in job_ids}
 
 
-def present_of(rows: Sequence[Row]) -> Row | None:
+def current_row(rows: Sequence[Row]) -> Row | None:
     """Return the first row of a job that is not over, else the last. Return None without rows."""
     return next((row for row in rows if not row.is_over), rows[-1] if rows else None)

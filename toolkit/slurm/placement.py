@@ -10,8 +10,8 @@ VARIABLES and ``_exec_task`` of slurmstepd (het steps number nodes and tasks glo
 PRRTE's and Open MPI's ``OMPI_COMM_WORLD_*``; ``pmixp_info_set`` and ``p_mpi_hook_slurmstepd_task`` of Slurm's PMI
 plugins, which name a step's own launch ``slurm.pmix.<job>.<step>`` and ``<job>.<step>``.
 
-Each rank decides on its own node on its variables for torch, NCCL, gloo and OpenMP: those of foreign scripts too, under
-every launcher. It loads nothing heavy: a foreign rank pays for it before its own imports.
+Each rank decides on its own node on its variables for torch, NCCL, gloo and OpenMP: those of user scripts too, under
+every launcher. It loads nothing heavy: a script's rank pays for it before its own imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from toolkit.base import hostlist
 from toolkit.base.errors import PlacementError, RequestError
 from toolkit.slurm import network
-from toolkit.slurm.environment import Environ, Number, number, refusal, required
+from toolkit.slurm.environment import Environ, Number, number, placement_error, required
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Placement:
     launcher: str  #: "supervisor", "torchrun", "mpi", "srun" or "alone"
     hosts: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)  #: field name -> the variable it was read from
-    notes: tuple[str, ...] = ()  #: what a reader of ``toolkit env`` should know
+    notes: tuple[str, ...] = ()  #: what a reader of ``toolkit placement`` should know
     job_id: str | None = None
     array_job_id: str | None = None
     array_task_id: str | None = None
@@ -73,7 +73,7 @@ def derive(environ: Environ, hostname: str) -> Placement:
         hosts = tuple(hostlist.expand(environ.get("SLURM_STEP_NODELIST", "")))
         if hosts and len(hosts) != numbers.nodes.value:
             named = f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r}"
-            raise refusal(f"{named} does not fit {numbers.nodes}", SRUN.advice)
+            raise placement_error(f"{named} does not fit {numbers.nodes}", SRUN.advice)
         # Slurm's name of the node, which need not be the host name.
         host = environ.get("SLURMD_NODENAME") or (hosts[numbers.node_rank.value] if hosts else hostname)
     elif numbers.nodes.value > 1 and "/" in numbers.node_rank.source:  # divided: the launcher numbers no nodes
@@ -161,7 +161,7 @@ def _join_key(kind: str, environ: Environ, names: Sequence[str]) -> str:
 _FIRST_SPECIAL_STEP_ID = 0xFFFFFFF0
 
 
-def _innermost(environ: Environ) -> Launch | None:
+def _innermost(environ: Environ) -> LauncherVariables | None:
     """Return the innermost launcher: torchrun's kind, then MPI, then the srun step. None if no launcher ran.
 
     Raises PlacementError where the variables of two launchers that stand for one launch contradict each other.
@@ -180,7 +180,7 @@ def _innermost(environ: Environ) -> Launch | None:
         return first
     pmix_rank = number(environ, "PMIX_RANK")
     if pmix_rank is not None and _is_foreign_pmix(environ):
-        raise refusal(
+        raise placement_error(
             f"{pmix_rank} was set by a PMIx launcher, but no variable says how many ranks there are", MPI_ADVICE
         )
     if _step_id(environ) is None:
@@ -212,20 +212,20 @@ def _is_torchrun(environ: Environ) -> bool:
     if step_rank.value == rank.value:
         return False
     # The same number of ranks but another rank: which of the two holds would be a guess.
-    raise refusal(
+    raise placement_error(
         f"{rank} and {step_rank}, both of {world_size.value} ranks, name different ranks",
         "RANK was exported before srun started the tasks (in the batch script SLURM_PROCID is always 0): "
         "unset RANK there, each task learns its own",
     )
 
 
-def _mpi_launches(environ: Environ) -> list[Launch]:
+def _mpi_launches(environ: Environ) -> list[LauncherVariables]:
     """Return the kinds of mpirun that started this process, without those whose variables the srun step itself set."""
     present = [launch for launch in (OPEN_MPI, MVAPICH, MPICH) if environ.get(launch.rank)]
     return [launch for launch in present if not _is_of_step(environ, launch)]
 
 
-def _is_of_step(environ: Environ, mpi: Launch) -> bool:
+def _is_of_step(environ: Environ, mpi: LauncherVariables) -> bool:
     """True if srun's own PMI plugin set the variables of ``mpi``. Then there is one launch, the step."""
     step_rank, step_size = _step_rank_and_size(environ)
     if step_rank is None or step_size is None:
@@ -268,11 +268,11 @@ def _step_rank_and_size(environ: Environ) -> tuple[Number | None, Number | None]
 def _check_equal(environ: Environ, one: str, other: str, advice: str) -> None:
     a, b = number(environ, one), number(environ, other)
     if a and b and a.value != b.value:
-        raise refusal(f"{a} and {b} contradict each other", advice)
+        raise placement_error(f"{a} and {b} contradict each other", advice)
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherVariables:
     """One launcher's variables. Where a number has several names, the first that is set counts."""
 
     launcher: str  #: as in `toolkit.slurm.placement.Placement`
@@ -288,7 +288,7 @@ class Launch:
 
 
 #: Also the supervisor's local ranks, and any launcher that sets torch's own variables.
-TORCHRUN = Launch(
+TORCHRUN = LauncherVariables(
     launcher="torchrun",
     advice=(
         "set LOCAL_RANK and LOCAL_WORLD_SIZE as well (0 and 1 where each rank has a machine to itself), or start the "
@@ -303,7 +303,7 @@ TORCHRUN = Launch(
     key=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TOOLKIT_ATTEMPT"),
 )
 MPI_ADVICE = "start the ranks with one launcher only: `mpirun ...` (Open MPI, MPICH, Intel MPI) or `srun ...`"
-OPEN_MPI = Launch(
+OPEN_MPI = LauncherVariables(
     launcher="mpi",
     advice=MPI_ADVICE,
     rank="OMPI_COMM_WORLD_RANK",
@@ -311,7 +311,7 @@ OPEN_MPI = Launch(
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
 )
-MVAPICH = Launch(
+MVAPICH = LauncherVariables(
     launcher="mpi",
     advice=MPI_ADVICE,
     rank="MV2_COMM_WORLD_RANK",
@@ -320,7 +320,7 @@ MVAPICH = Launch(
     local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
 )
 #: Also Intel MPI.
-MPICH = Launch(
+MPICH = LauncherVariables(
     launcher="mpi",
     advice=MPI_ADVICE,
     rank="PMI_RANK",
@@ -328,7 +328,7 @@ MPICH = Launch(
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 )
-SRUN = Launch(
+SRUN = LauncherVariables(
     launcher="srun",
     advice="start the ranks with `srun`, without exporting SLURM_* variables by hand",
     rank="SLURM_PROCID",
@@ -349,7 +349,7 @@ _LOOPBACK = re.compile(r"localhost|ip6-localhost|127\.[0-9.]+|::1")
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RankNumbers:
     """The six numbers of a placement, each with its source."""
 
     rank: Number
@@ -370,10 +370,10 @@ def _only_rank(source: str) -> _Others:
 
 
 #: The numbers of a process that no launcher started.
-ALONE = Numbers(Number(0, "alone"), Number(1, "alone"), *_only_rank("alone"))
+ALONE = RankNumbers(Number(0, "alone"), Number(1, "alone"), *_only_rank("alone"))
 
 
-def read(launch: Launch, environ: Environ) -> Numbers:
+def read(launch: LauncherVariables, environ: Environ) -> RankNumbers:
     """Return the numbers that a launcher gave this rank, or that follow from them.
 
     Raises PlacementError where one is missing, or two contradict each other.
@@ -391,10 +391,10 @@ def read(launch: Launch, environ: Environ) -> Numbers:
     local_rank, local_size, node_rank, nodes = others
     for index, size in ((rank, world_size), (local_rank, local_size), (node_rank, nodes)):
         if index.value >= size.value:
-            raise refusal(f"{index} does not fit {size} (the first is counted from 0)", launch.advice)
+            raise placement_error(f"{index} does not fit {size} (the first is counted from 0)", launch.advice)
     if local_size.value > world_size.value:
-        raise refusal(f"{local_size} is more than {world_size}", launch.advice)
-    return Numbers(rank, world_size, *others)
+        raise placement_error(f"{local_size} is more than {world_size}", launch.advice)
+    return RankNumbers(rank, world_size, *others)
 
 
 # ------------------------------------------------------------------------- torchrun and the supervisor's local ranks
@@ -414,7 +414,7 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
     if local_rank is None and local_size.value == 1:
         local_rank = Number(0, f"the only rank of its node ({local_size})")
     if local_rank is None:
-        raise refusal(
+        raise placement_error(
             f"{rank}, {world_size} and {local_size} leave open which of its node's ranks it is", TORCHRUN.advice
         )
     if local_size.value == world_size.value and "GROUP_RANK" not in environ:
@@ -425,7 +425,9 @@ def _torchrun_others(environ: Environ, rank: Number, world_size: Number) -> _Oth
     # Without node numbers all nodes are taken to hold equally many ranks, in a row.
     if local_size.value == 0 or world_size.value % local_size.value:
         advice = "set GROUP_RANK and GROUP_WORLD_SIZE: the number of this rank's node, and how many there are"
-        raise refusal(f"{world_size} is no multiple of {local_size}, so the number of this node is not known", advice)
+        raise placement_error(
+            f"{world_size} is not a multiple of {local_size}, so this node's number is not known", advice
+        )
     return local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size)
 
 
@@ -440,7 +442,7 @@ def _implied_local_size(environ: Environ, rank: Number, world_size: Number) -> N
     if nodes is None and _LOOPBACK.fullmatch(master):
         return Number(world_size.value, f"WORLD_SIZE, as MASTER_ADDR={master} is this machine")
     where = f"MASTER_ADDR={master}" if master else "MASTER_ADDR is not set"
-    raise refusal(
+    raise placement_error(
         f"{rank} and {world_size} are set, but LOCAL_WORLD_SIZE is not, and {where}: nothing says which of the ranks "
         "share this machine (LOCAL_RANK)",
         TORCHRUN.advice,
@@ -457,7 +459,7 @@ def _nodes_in_a_row(rank: Number, world_size: Number, local_size: Number) -> tup
 # ---------------------------------------------------------------------------------------------------------- MPI
 
 
-def _mpi_others(launch: Launch, environ: Environ, rank: Number, world_size: Number) -> _Others:
+def _mpi_others(launch: LauncherVariables, environ: Environ, rank: Number, world_size: Number) -> _Others:
     """Return what mpirun says. It numbers ranks but not nodes, so a node's number follows from the ranks before it."""
     # A single rank needs no other variable.
     if world_size.value == 1:
@@ -465,7 +467,7 @@ def _mpi_others(launch: Launch, environ: Environ, rank: Number, world_size: Numb
     local_rank = required(environ, *launch.local_rank, because=rank, advice=launch.advice)
     local_size = required(environ, *launch.local_world_size, because=rank, advice=launch.advice)
     if local_size.value == 0:
-        raise refusal(f"{local_size} leaves no rank on this node", launch.advice)
+        raise placement_error(f"{local_size} leaves no rank on this node", launch.advice)
     return local_rank, local_size, *_nodes_in_a_row(rank, world_size, local_size)
 
 
@@ -481,13 +483,13 @@ def _srun_others(environ: Environ, step: Number) -> _Others:
     # This node's entry of ``2(x3),1``. Nodes may have different numbers of tasks, so nothing is divided.
     name = next((name for name in SRUN.local_world_size if name in environ), None)
     if name is None:
-        raise refusal(f"{SRUN.local_world_size[0]} is not set in an srun step", SRUN.advice)
+        raise placement_error(f"{SRUN.local_world_size[0]} is not set in an srun step", SRUN.advice)
     try:
         counts = hostlist.expand_counts(environ[name])
     except RequestError as error:
-        raise refusal(f"{name}={environ[name]!r}: {error}", SRUN.advice) from None
+        raise placement_error(f"{name}={environ[name]!r}: {error}", SRUN.advice) from None
     if len(counts) != nodes.value or node_rank.value >= len(counts):
-        raise refusal(f"{name}={environ[name]!r} does not fit {nodes} and {node_rank}", SRUN.advice)
+        raise placement_error(f"{name}={environ[name]!r} does not fit {nodes} and {node_rank}", SRUN.advice)
     return local_rank, Number(counts[node_rank.value], name), node_rank, nodes
 
 

@@ -52,11 +52,11 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
         questions += [(host, *address) for address in addresses]
         if not addresses:
             silent.add(host)
-    with this_node.all_claimed():
+    with this_node.raised_open_files():
         # Ask in waves of as many connections as there are free descriptors.
         while questions:
             in_use = len(list(Path("/proc/self/fd").iterdir()))
-            at_once = max(1, this_node.hard_limit() - in_use - KEPT_FREE)
+            at_once = max(1, this_node.max_open_files() - in_use - KEPT_FREE)
             wave, questions = questions[:at_once], questions[at_once:]
             heard, unheard = _ask(wave, timeout_s)
             there |= heard

@@ -25,7 +25,7 @@ from typing import Annotated
 
 from toolkit.base import fsio
 from toolkit.base.errors import SlurmError
-from toolkit.base.procfs import Life, ProcessIdentity
+from toolkit.base.procfs import Liveness, ProcessIdentity
 from toolkit.base.trust import cache_dir
 from toolkit.files.records import MOMENT, FileRecord
 from toolkit.slurm import cluster_name, commands
@@ -126,7 +126,7 @@ class SharedQueue:
             return True
         # A process on another host may still ask; one on this host only if it lives.
         asker = ProcessIdentity.parse(answer.asker)
-        is_asked = bool(answer.asker) and (asker is None or asker.life(answer.asked) is not Life.ENDED)
+        is_asked = bool(answer.asker) and (asker is None or asker.life(answer.asked) is not Liveness.ENDED)
         return age_s >= (ANSWER_S if is_asked else every_s * answer.calls)
 
     def _ask(self, wanted: Sequence[str], every_s: float) -> QueueAnswer:
@@ -206,7 +206,7 @@ def of_user(slurm: SlurmCommands | None = None) -> SharedQueue:
 def _cluster(environ: Mapping[str, str]) -> str:
     """Return a file's name for the cluster here. Login nodes of several clusters may share a home."""
     program = shutil.which("squeue", path=environ.get("PATH")) or ""
-    name = cluster_name.in_config(environ) or socket.gethostname()
+    name = cluster_name.name_in_config(environ) or socket.gethostname()
     words = (name, environ.get("SLURM_CONF", ""), environ.get("SLURM_CLUSTERS", ""), program, str(os.getuid()))
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 

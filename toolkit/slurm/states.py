@@ -83,7 +83,7 @@ _WORDS = {
     "Priority": "jobs with a higher priority come first",
     "Resources": "waits for free nodes",
     "Dependency": "waits for another job",
-    "DependencyNeverSatisfied": "waits for a job that did not end as it must: it never starts",
+    "DependencyNeverSatisfied": "waits for a job that did not end as required: it will never start",
     "BeginTime": "may not start before its begin time (after a requeue about two minutes)",
     "JobArrayTaskLimit": "as many elements of its array run as it allows",
     "JobHeldUser": "held by you or by a failed start",
@@ -140,7 +140,7 @@ _USE = ("RunMinutes", "Minutes")
 
 
 @lru_cache(maxsize=128)
-def in_words(reason: str) -> str:
+def describe_reason(reason: str) -> str:
     """Return what a job waits for, with Slurm's name behind it. An unknown reason is returned unchanged."""
     name = re.split(r"\W", reason)[0]  # details may follow: ReqNodeNotAvail, UnavailableNodes:node1
     if name in _WORDS:

@@ -10,15 +10,13 @@ import torch.distributed as dist
 from toolkit import registry
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, check_section, check_step, mesh_of
+from toolkit.constraints import OneOf
 from toolkit.devices import accelerator
-from toolkit.limits import OneOf
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
-from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.replicas import Replicas, data_parallel
-from toolkit.strategies.layouts.shards import Shards
-from toolkit.strategies.models import recomputed
-from toolkit.strategies.objective import Criterion, Loss, Measure, Objective, Sums, of_pairs
+from toolkit.strategies.layouts import Layout, Replicas, Shards, data_parallel
+from toolkit.strategies.models import recompute_interval
+from toolkit.strategies.objective import Criterion, Loss, Measure, Objective, Sums, criterion_objective
 from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, Strategy
 from toolkit.strategies.spmd import Spmd
 
@@ -35,8 +33,8 @@ __all__ = [
     "Sums",
     "build_layout",
     "build_strategy",
-    "how_of",
-    "of_pairs",
+    "criterion_objective",
+    "layout_options",
     "refuse_gloo_on_gpus",
 ]
 
@@ -57,7 +55,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
             "strategy.name: custom is for a job with a `train_step`, see jobs/custom.py; this one has none: use ddp"
         )
     # Of ddp, fsdp, zero and dp it is build_spmd, below.
-    build = registry.part_of("strategies", config.name, registry.strategy(config.name).build)
+    build = registry.load_part("strategies", config.name, registry.strategy(config.name).build)
     return build(config, session, train)  # type: ignore[no-any-return]
 
 
@@ -76,15 +74,15 @@ def refuse_gloo_on_gpus(name: str, session: Session) -> None:
         raise ConfigError(f"dist.backend: gloo cannot carry what {name} sends between GPUs; use {backend}")
 
 
-def how_of(config: StrategyConfig, train: TrainConfig) -> dict[str, Any]:
+def layout_options(config: StrategyConfig, train: TrainConfig) -> dict[str, Any]:
     """Return what every layout needs to know of a step: its precision, compiling, and what is computed again."""
-    return {"precision": train.precision, "compile": train.compile, "recompute": recomputed(config)}
+    return {"precision": train.precision, "compile": train.compile, "recompute": recompute_interval(config)}
 
 
 def build_layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
     """Return how the ranks hold a model under the strategy ``name``. Raises ConfigError where it has no layout."""
     sizes = mesh_of(replace(config, name=name), session.world_size)
-    how = how_of(config, train)
+    how = layout_options(config, train)
     match name:
         case "ddp" if config.compression == "none":
             return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)

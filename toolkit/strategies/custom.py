@@ -19,16 +19,16 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.models import evaluating, in_training, refuse_extra_state
+from toolkit.strategies.models import evaluating, refuse_extra_state, to_training_mode
 from toolkit.strategies.objective import Measure, Sums, measured
 from toolkit.strategies.priming import unused_message
-from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, SynchronousStrategy
+from toolkit.strategies.update import OptimizerWrapper
 
 T = TypeVar("T")
 
 
-class Custom(CollectiveDefaults):
+class Custom(SynchronousStrategy):
     """A :class:`~.protocol.Strategy` whose step is a job's ``train_step(step, batch)``; ``step`` is this object::
 
     >>> class Autoencoder(toolkit.Job):
@@ -44,7 +44,7 @@ class Custom(CollectiveDefaults):
 
     #: The networks, by the names given to :meth:`build`. Checkpoints have their weights as ``model/<network>.<name>``.
     networks: nn.ModuleDict
-    _updates: dict[str, Update]
+    _updates: dict[str, OptimizerWrapper]
 
     def __init__(self, config: StrategyConfig, session: Session, train_step: Callable[[Custom, Batch], Tensor]) -> None:
         """Take the job's ``train_step``. It returns this rank's part of the loss to log, a scalar.
@@ -58,19 +58,21 @@ class Custom(CollectiveDefaults):
             )
         self.share = Share(session.rank, session.world_size)
         self.device = self._device = session.device
-        self.own_time = stopwatch(session.device)
+        self.local_stopwatch = stopwatch(session.device)
         self._train_step = train_step
         self.lr = 0.0  #: the schedule's rate in this step
         self._is_timed = False
 
     def build(self, networks: Mapping[str, tuple[ModelFactory, OptimizerFactory]]) -> None:
         """Make the networks with rank 0's first weights. They are in evaluation mode only while evaluated."""
-        models = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
+        models = {name: to_training_mode(make().to(self.device)) for name, (make, _) in networks.items()}
         self.networks = nn.ModuleDict(models)
         broadcast_tensors([*self.networks.parameters(), *self.networks.buffers()], source=0)
         refuse_extra_state(self.networks, "custom")
         optimizers = {name: make(self.networks[name]) for name, (_, make) in networks.items()}
-        self._updates = {name: Update(self.networks[name], optimizer) for name, optimizer in optimizers.items()}
+        self._updates = {
+            name: OptimizerWrapper(self.networks[name], optimizer) for name, optimizer in optimizers.items()
+        }
 
     def descend(self, network: str, loss: Tensor, lr: float | None = None) -> None:
         """Make one step of a network's optimizer along the gradient of ``loss``.
@@ -86,12 +88,12 @@ class Custom(CollectiveDefaults):
         if unused := [name for name, weight in named if weight.grad is None]:
             raise ConfigError(unused_message([f"{network}.{name}" for name in unused]))
         if not self._is_timed:  # the first wait of the step
-            self.own_time.stop()
+            self.local_stopwatch.stop()
             self._is_timed = True
         sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
         self._updates[network].apply(self.lr if lr is None else lr)
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         for update in self._updates.values():
             update.average_statistics()
 
@@ -106,7 +108,7 @@ class Custom(CollectiveDefaults):
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         for update in self._updates.values():
-            update.equalise()
+            update.broadcast_buffers()
         if batch is None or not len(batch):
             return Sums({}, 0)
         batch = batch.to(self.device)
@@ -116,20 +118,20 @@ class Custom(CollectiveDefaults):
     def state(self) -> dict[str, Entry]:
         """Return the state of all networks. A collective, since buffers are broadcast first."""
         for update in self._updates.values():
-            update.equalise()
+            update.broadcast_buffers()
         weights = self.networks.state_dict()
         entries: dict[str, Entry] = {f"model/{name}": Replicated(value.detach()) for name, value in weights.items()}
         for network, update in self._updates.items():
             entries |= _of(network, update.state())
         return entries
 
-    def live(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for network, update in self._updates.items():
-            found |= _of(network, update.live())
+            found |= _of(network, update.live_state())
         return found
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         for network, update in self._updates.items():
             # Each network's update gets its own entries, under the names that it has without the network.
             own: dict[str, Json] = {}
@@ -137,7 +139,7 @@ class Custom(CollectiveDefaults):
                 kind, _, rest = name.partition("/")
                 if rest.startswith(f"{network}."):
                     own[f"{kind}/{rest.removeprefix(f'{network}.')}"] = value
-            update.loaded(own)
+            update.on_loaded(own)
 
     def close(self) -> None:
         for name in ("networks", "_updates"):

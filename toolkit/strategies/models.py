@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.config import StrategyConfig
-from toolkit.ranks.collectives import from_rank, sum_across_ranks
+from toolkit.ranks.collectives import broadcast_object, sum_across_ranks
 from toolkit.ranks.state import Entry, Json, Replicated, local
 from toolkit.strategies.priming import has_extra_state
 from toolkit.strategies.protocol import ModelFactory
@@ -45,7 +45,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def recomputed(config: StrategyConfig) -> int:
+def recompute_interval(config: StrategyConfig) -> int:
     """Return n if one of n blocks is to compute its activations again. 0: no block is."""
     return config.activation_checkpointing_every if config.activation_checkpointing else 0
 
@@ -60,7 +60,7 @@ def checkpoint_activations(model: nn.Module, every: int = 1) -> None:
     if not parts:
         raise ConfigError(
             "strategy.activation_checkpointing: this model repeats no block (several modules of one class in a "
-            "ModuleList or Sequential) whose activations could be computed again; set it to false"
+            "ModuleList or Sequential) whose activations could be recomputed; set it to false"
         )
     # A recomputed forward pass updates running statistics a second time.
     for name, module in model.named_modules():
@@ -78,7 +78,7 @@ def checkpoint_activations(model: nn.Module, every: int = 1) -> None:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
 
-def in_training(model: nn.Module) -> nn.Module:
+def to_training_mode(model: nn.Module) -> nn.Module:
     """Return ``model`` in training mode. Modules that its factory left in evaluation mode stay in it.
 
     A model that is in evaluation mode as a whole, as some libraries return them, goes into training mode as a whole.
@@ -103,7 +103,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def statistics(model: nn.Module) -> list[Tensor]:
+def batchnorm_buffers(model: nn.Module) -> list[Tensor]:
     """Return the running means and variances in ``model``, which follow the samples of each rank."""
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     return [value for norm in norms for value in (norm.running_mean, norm.running_var) if value is not None]
@@ -214,7 +214,7 @@ class ExtraState:
         """Return what a checkpoint stores, equal on all ranks from now on. A collective if there is any extra state."""
         if not self._modules:
             return {}
-        values = from_rank(0, {name: module.get_extra_state() for name, module in self._modules.items()})
+        values = broadcast_object(0, {name: module.get_extra_state() for name, module in self._modules.items()})
         # Other ranks take rank 0's values, so that all declare equal ones.
         if dist.get_rank():
             for name, value in values.items():
@@ -229,7 +229,7 @@ class ExtraState:
         self._tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
         return {name: Replicated(self._tensors.get(name, value)) for name, value in values.items()}
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Hand each module its extra state. It is an entry of ``values``, or a filled tensor of :meth:`entries`."""
         for name, module in self._modules.items():
             module.set_extra_state(self._tensors[name] if name in self._tensors else values[name])
@@ -239,7 +239,7 @@ def refuse_extra_state(model: nn.Module, strategy: str) -> None:
     """Raise ConfigError if ``model`` has extra state, for a strategy whose ranks cannot keep it."""
     if found := modules_with_extra_state(model):
         raise ConfigError(
-            f"strategy.name: {listing(list(found), 3)} is kept beside tensors (get_extra_state), and {strategy} does "
+            f"strategy.name: {listing(list(found), 3)} is kept next to tensors (get_extra_state), and {strategy} does "
             "not save it; make it a buffer, or use ddp"
         )
 

@@ -85,13 +85,13 @@ def _weight(value: Tensor | float | None, like: Tensor) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Gathered:
     """A figure of an evaluation that is gathered and not averaged. It has a row for each sample, (n, ...).
 
     A job's ``summary`` gets the rows of the whole eval set, in its order, on the CPU::
 
         >>> def evaluate(self, model, batch):
-        ...     return {"scores": toolkit.Rows(model(batch.inputs)), "classes": toolkit.Rows(batch.targets)}
+        ...     return {"scores": toolkit.Gathered(model(batch.inputs)), "classes": toolkit.Gathered(batch.targets)}
     """
 
     values: Tensor
@@ -100,10 +100,10 @@ class Rows:
 #: What a job's ``loss`` returns: a loss, one value for each sample (n,), or several of these by name.
 Losses: TypeAlias = Loss | Tensor | Mapping[str, Loss | Tensor]
 
-#: ``measure(model, batch)``: figures by name, each one value for each sample (n,), a :class:`Loss`, or :class:`Rows`.
-Measure: TypeAlias = Callable[[Forward, Batch], Mapping[str, Loss | Tensor | Rows]]
+#: ``measure(model, batch)``: figures by name, each a value for each sample (n,), a :class:`Loss` or :class:`Gathered`.
+Measure: TypeAlias = Callable[[Forward, Batch], Mapping[str, Loss | Tensor | Gathered]]
 
-#: ``criterion(outputs, targets) -> (sum, weight)`` for batches that are pairs; see :func:`of_pairs`.
+#: ``criterion(outputs, targets) -> (sum, weight)`` for batches that are pairs; see :func:`criterion_objective`.
 Criterion: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 
 
@@ -158,7 +158,7 @@ def where(function: Callable[..., Any]) -> str:
         return repr(function)
 
 
-def of_pairs(criterion: Criterion) -> Objective:
+def criterion_objective(criterion: Criterion) -> Objective:
     """Return the objective of a criterion of (outputs, targets). Samples are pairs (input, target)."""
 
     def loss(model: Forward, batch: Batch) -> Loss:
@@ -220,7 +220,7 @@ class Sums:
     rows: Mapping[str, Tensor] = field(default_factory=dict)  #: (count, ...), of the samples at ``positions``
     positions: Tensor | None = None
 
-    def uncounted(self) -> Sums:
+    def zeroed(self) -> Sums:
         """Return the same names with zeros: another rank's values count."""
         return Sums({name: torch.zeros_like(value) for name, value in self.values.items()}, 0)
 
@@ -232,7 +232,7 @@ def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
         raise JobCodeError(f"{where(measure)}: it returned a {type(figures).__name__}; return figures by name")
     sums, rows = dict[str, Tensor](), dict[str, Tensor]()
     for name, figure in figures.items():
-        if isinstance(figure, Rows):
+        if isinstance(figure, Gathered):
             values = figure.values
             if not (isinstance(values, Tensor) and values.ndim and len(values) == len(batch)):
                 shape = tuple(getattr(values, "shape", ()))
@@ -262,11 +262,11 @@ def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:
     )
 
 
-class Captured(BaseException):
-    """Ends a call of the model by :func:`given_to_model`. Not an Exception, which a job might catch."""
+class CaptureDone(BaseException):
+    """Ends a call of the model by :func:`capture_model_inputs`. Not an Exception, which a job might catch."""
 
 
-def given_to_model(
+def capture_model_inputs(
     call: Callable[[Forward, Batch], object], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments with which ``call`` first calls the model. None if it does not call it."""
@@ -275,9 +275,9 @@ def given_to_model(
     def capture(*args: Any, **kwargs: Any) -> Any:
         nonlocal given
         given = args, kwargs
-        raise Captured
+        raise CaptureDone
 
-    with suppress(Captured):
+    with suppress(CaptureDone):
         call(capture, batch)
     return given
 
@@ -292,21 +292,21 @@ class TrialPass:
     def __call__(self, model: nn.Module) -> Any:
         """Return the model's output. Raises ConfigError if the loss does not call the model."""
         two = self._batch.part(0, min(2, len(self._batch))).to(next(model.parameters()).device)
-        given = given_to_model(self._objective, two)
+        given = capture_model_inputs(self._objective, two)
         if given is None:
             raise ConfigError(f"{self._objective.where}: the loss never calls the model that it is given")
         return model(*given[0], **given[1])
 
 
-def learnt(objective: Objective) -> nn.Module | None:
+def trainable_module(objective: Objective) -> nn.Module | None:
     """Return the objective's module if it has parameters that are trained, else None."""
     module = objective.module
     return module if module is not None and any(p.requires_grad for p in module.parameters()) else None
 
 
-def placed(objective: Objective, device: torch.device) -> nn.Module | None:
+def place_learnt(objective: Objective, device: torch.device) -> nn.Module | None:
     """Put what an objective learns on ``device``, with rank 0's first values. Every rank calls it."""
-    module = learnt(objective)
+    module = trainable_module(objective)
     if module is not None:
         module.to(device).train()
         broadcast_tensors([*module.parameters(), *module.buffers()], source=0)
@@ -315,7 +315,7 @@ def placed(objective: Objective, device: torch.device) -> nn.Module | None:
 
 def refuse_learnt(objective: Objective, strategy: str) -> None:
     """Raise ConfigError for an objective that learns, whose parameters ``strategy`` would not train."""
-    module = learnt(objective)
+    module = trainable_module(objective)
     if module is not None:
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         raise ConfigError(

@@ -53,7 +53,7 @@ def same_randomness() -> Iterator[None]:
                 randomness.set_state(each, state)
 
 
-def random_state() -> tuple[Any, ...]:
+def rng_fingerprint() -> tuple[Any, ...]:
     """Return a value that differs once a random number has been drawn."""
     tensors = [torch.get_rng_state(), *accelerator.random_states()]
     legacy: Any = np.random.get_state()
@@ -178,7 +178,7 @@ def refuse_together(refusal: str | None, unused: Collection[str] = (), group: di
         raise ConfigError(unused_message([*names]))
 
 
-def without_gradient(model: nn.Module, criterion: nn.Module | None = None) -> list[str]:
+def params_without_grad(model: nn.Module, criterion: nn.Module | None = None) -> list[str]:
     """Return the names of parameters, also a criterion's, that are trained and have no gradient."""
     named = [*model.named_parameters()]
     if criterion is not None:
@@ -247,24 +247,24 @@ def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str |
     """
     two = slice(0, 2)
     try:
-        few = [nested.rows(output, len(batch), two) for output in outputs]
+        few = [nested.slice_samples(output, len(batch), two) for output in outputs]
         # Two samples once, and the same two twice, with the model's outputs repeated in the same way.
         small = batch.part(0, 2)
         positions = torch.cat([small.positions] * 2)
-        given = [small, replace(small, data=nested.twice(small.data), positions=positions)]
-        both = [few, [nested.twice(output) for output in few]]
+        given = [small, replace(small, data=nested.repeat_samples(small.data), positions=positions)]
+        both = [few, [nested.repeat_samples(output) for output in few]]
     except (nested.NestingError, JobFailedError):
         return None  # the outputs do not have one row for each sample
     if not len(batch):
         return None
     with undone(objective.module):
-        before = random_state()
+        before = rng_fingerprint()
         found = []
         for samples, replayed in zip(given, both, strict=True):
             # The loss calls a stand-in for the model that returns the recorded outputs in turn.
             outputs_left = iter(replayed)
             found.append(Objective.__call__(objective, lambda *_, left=outputs_left, **__: next(left), samples))
-        if random_state() != before:
+        if rng_fingerprint() != before:
             return None
     once, twice = found
     for name, loss in once.items():
@@ -278,7 +278,7 @@ def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str |
                 which = f"the {what} of the loss{f' {name!r}' if name else ''}"
                 return (
                     f"{objective.where}: {which} for two samples given twice is {double:.6g}, and for the two alone "
-                    f"{single:.6g}: it is no sum over samples, so that the length of a step would depend on how a "
+                    f"{single:.6g}: it is not a sum over samples, so that the length of a step would depend on how a "
                     f"batch is shared; {HOW}. A loss that looks at samples together is for a step of your own "
                     "(strategy.name: custom)"
                 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.metrics.meters import Stopwatch
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.collectives import gather_by_name, gather_objects, sum_by_name
@@ -33,7 +34,7 @@ class StepOutput:
 
     loss: Tensor  # scalar: this rank's part of the global mean loss; the sum over the ranks is that mean
     #: Scalar, equal on all ranks: 0 if the step was made, else the reason for skipping it (``WHY`` in
-    #: `toolkit.strategies.update.gradients`). None if no step is ever skipped.
+    #: `toolkit.strategies.update`). None if no step is ever skipped.
     skipped: Tensor | None = None
     #: The losses that add up to ``loss``, by the job's names. Empty if the job has one loss without a name.
     parts: Mapping[str, Tensor] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class StepOutput:
         loss, *others = means.values()
         return cls(sum(others, loss), skipped, {} if [*means] == [""] else means)
 
-    def counted(self) -> dict[str, Tensor]:
+    def zeroed_if_skipped(self) -> dict[str, Tensor]:
         """Return ``loss`` and the parts by name, all 0 if the step was skipped: else they would spoil a mean."""
         values = {**self.parts, "loss": self.loss}
         if self.skipped is None:
@@ -64,7 +65,7 @@ class Strategy(Protocol):
         """True if :meth:`evaluate` waits for other ranks. An evaluation then ends early on all of them or on none."""
 
     @property
-    def own_time(self) -> Stopwatch:
+    def local_stopwatch(self) -> Stopwatch:
         """Return the stopwatch of this rank's work in a step, before its first wait for another rank.
 
         The loop starts it, and :meth:`step` stops it.
@@ -78,14 +79,14 @@ class Strategy(Protocol):
         Priming leaves weights, buffers and random generators as they were made.
         """
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         """Prepare for ranks that read different parts of the data; called before the first step.
 
         BatchNorm's statistics must then fit all parts, in each step: else it mattered when a run is saved or stopped.
         """
 
     def begin(self, step: int) -> None:
-        """Start or continue the training at ``step``."""
+        """Start or continue the training at ``step``. Called once, after :meth:`on_loaded`, before the first step."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Make one whole optimizer step on this rank's part of a global batch. No host sync.
@@ -111,41 +112,45 @@ class Strategy(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Return what each rank gave, in rank order, on every rank. All call it."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the steps made so far have taken effect on all ranks, which all call it."""
 
-    def figures(self) -> Mapping[str, float | Tensor]:
+    def step_metrics(self) -> Mapping[str, float | Tensor]:
         """Return what was measured in the steps since the last call, by tag. A tensor (n,) is shown as a histogram.
 
         Called at logging steps on all ranks; may wait for devices.
         """
 
     def state(self) -> State:
-        """Return all that a resume needs, named as in the unparallelized model. Tensors are live: filled in place."""
+        """Return all that a resume needs, named as in the unparallelized model. Tensors are live: filled in place.
 
-    def live(self) -> Mapping[str, Tensor]:
+        A strategy with ``same_state`` (`toolkit.registry.StrategySpec`) names what it alone keeps ``update/...``: the
+        checkpoints of the others lack that, and it then keeps its initial value.
+        """
+
+    def live_state(self) -> Mapping[str, Tensor]:
         """Return this rank's own weights, buffers and optimizer state as they are now.
 
         Their names are ``weights/<name>``, ``buffers/<name>`` and ``optimizer/<parameter>/<slot>``. Nothing is sent.
         """
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, whose tensors have been filled into those of :meth:`state`.
 
-        ``values`` are the entries of :meth:`state` that are not tensors, and ``step``: the next step. In a rollback
-        that is another step than the checkpoint's.
+        ``values`` are the entries of :meth:`state` that are not tensors, as JSON gives them back, and ``step``: the
+        next step. In a rollback that is another step than the checkpoint's. Optional entries may be missing.
         """
 
     def close(self) -> None:
         """Release the model and the optimizer."""
 
 
-class CollectiveDefaults:
+class SynchronousStrategy:
     """The parts of the protocol that are alike in strategies whose ranks make every step together."""
 
     _device: torch.device
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         return
 
     def begin(self, step: int) -> None:
@@ -160,18 +165,26 @@ class CollectiveDefaults:
     def gather(self, value: Any) -> list[Any]:
         return gather_objects(value)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         return  # all ranks have waited for every step
 
-    def figures(self) -> Mapping[str, float | Tensor]:
+    def step_metrics(self) -> Mapping[str, float | Tensor]:
         return {}
 
 
 @runtime_checkable
-class InRounds(Protocol):
+class LoadsByManifest(Protocol):
+    """A strategy, or a user's own loop, whose places for tensors depend on what a checkpoint holds."""
+
+    def places(self, manifest: Manifest) -> State:
+        """Return what is to be filled from the checkpoint, in place of :meth:`Strategy.state`; no collective."""
+
+
+@runtime_checkable
+class RoundBased(Protocol):
     """A strategy whose replicas differ inside a round. Its state there is not that of a round's end."""
 
-    def enter(self, step: int, names: Collection[str]) -> State:
+    def prepare_load(self, step: int, names: Collection[str]) -> State:
         """Prepare for reading a checkpoint of ``step`` steps that holds ``names``, and return the places for it.
 
         It is not a collective: another rank may have found the checkpoint damaged. May be called again for another

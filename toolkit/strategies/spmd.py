@@ -26,7 +26,7 @@ from toolkit.ranks.collectives import broadcast_tensors, start_sum, sum_across_r
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, entry, local
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.models import SUFFIX, ExtraState, evaluating, in_training, synchronised
+from toolkit.strategies.models import SUFFIX, ExtraState, evaluating, synchronised, to_training_mode
 from toolkit.strategies.objective import (
     Loss,
     Measure,
@@ -36,20 +36,20 @@ from toolkit.strategies.objective import (
     common_weight,
     means_of,
     measured,
-    placed,
+    place_learnt,
     refuse_other_weights,
     weights_of,
 )
-from toolkit.strategies.priming import priming, refuse_together, shareable, without_gradient
-from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.priming import params_without_grad, priming, refuse_together, shareable
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, SynchronousStrategy
+from toolkit.strategies.update import OptimizerWrapper
 
 
-class Spmd(CollectiveDefaults):
+class Spmd(SynchronousStrategy):
     """The training of one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
 
     _model: nn.Module
-    _update: Update
+    _update: OptimizerWrapper
     _extra: ExtraState
     _objective: Objective
     _learnt: nn.Module | None  #: the objective's module, if it has parameters that are trained
@@ -62,7 +62,7 @@ class Spmd(CollectiveDefaults):
         self._layout = layout
         self.evaluates_together = layout.passes_are_joint
         self._train = train
-        self.own_time = stopwatch(session.device)
+        self.local_stopwatch = stopwatch(session.device)
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
@@ -71,16 +71,16 @@ class Spmd(CollectiveDefaults):
         batch = shareable(sample, self.share.count)
         if self._train.sync_batch_norm:
             model = synchronised(model)
-        self._model = in_training(self._layout.place(model, TrialPass(objective, batch, self._device)))
+        self._model = to_training_mode(self._layout.place(model, TrialPass(objective, batch, self._device)))
         broadcast_tensors(self._model.buffers(), source=0)  # each rank made its own
-        self._objective, self._learnt = objective, placed(objective, self._device)
-        self._update = Update(self._model, optimizer(self._model), self._train, criterion=self._learnt)
+        self._objective, self._learnt = objective, place_learnt(objective, self._device)
+        self._update = OptimizerWrapper(self._model, optimizer(self._model), self._train, criterion=self._learnt)
         self._extra = ExtraState(self._model)
         # Refuse a model that computes something else once it is cut. The comparison needs equal buffers.
-        self._layout.compare()
+        self._layout.verify_model()
         self._prime(batch)
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         self._update.average_statistics()
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
@@ -92,7 +92,7 @@ class Spmd(CollectiveDefaults):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        self._update.equalise()
+        self._update.broadcast_buffers()
         self._update.evaluating()
         found = Sums({}, 0)
         with evaluating(self._model), self._layout.precision():
@@ -100,34 +100,34 @@ class Spmd(CollectiveDefaults):
                 batch = batch.to(self._device)
                 found = measured(measure, self._model, batch)
                 if not self._layout.counts:  # another rank counts the same samples
-                    found = found.uncounted()
+                    found = found.zeroed()
                 if self._layout.passes_are_joint:
                     self._stand_in = batch
             elif self._layout.passes_are_joint:  # the others wait for this rank's part of the weights
                 measure(self._model, self._stand_in)  # its figures are dropped
-        self._layout.rest()
+        self._layout.reshard()
         return found
 
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>``. A collective, since buffers are broadcast first."""
-        self._update.equalise()
+        self._update.broadcast_buffers()
         return self._declared(self._extra.entries())
 
     def _declared(self, extra: Mapping[str, Entry]) -> dict[str, Entry]:
         """Return the entries of :meth:`state` as they are now, with the extra state ``extra``. Nothing is sent."""
         named = self._model.state_dict().items()
         entries = {f"model/{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
-        return dict(self._layout.uncut({**entries, **extra, **self._layout.state(), **self._update.state()}))
+        return dict(self._layout.mark_shards({**entries, **extra, **self._layout.state(), **self._update.state()}))
 
-    def live(self) -> dict[str, Tensor]:
-        return self._update.live()
+    def live_state(self) -> dict[str, Tensor]:
+        return self._update.live_state()
 
-    def figures(self) -> dict[str, float]:
-        return {**self._layout.figures(), **self._update.figures()}
+    def step_metrics(self) -> dict[str, float]:
+        return {**self._layout.step_metrics(), **self._update.step_metrics()}
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
-        self._update.loaded(values)
-        self._extra.loaded(values)
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
+        self._update.on_loaded(values)
+        self._extra.on_loaded(values)
 
     @torch.no_grad()
     def first_bad_layer(self, batch: Batch | None) -> str | None:
@@ -152,14 +152,14 @@ class Spmd(CollectiveDefaults):
             hook = partial(lambda number, _module, _args, output: look(number, output), number)
             handles.append(module.register_forward_hook(hook))
         try:
-            for part in self._parts(batch):
+            for micro_batch in self._micro_batches(batch):
                 with self._layout.precision():
-                    for loss in self._objective(self._layout.forward, part).values():
+                    for loss in self._objective(self._layout.forward, micro_batch).values():
                         look(len(modules), loss.total)
         finally:
             for handle in handles:
                 handle.remove()
-        self._layout.rest()
+        self._layout.reshard()
         # The first bad layer of a rank is one number. Over all ranks the smallest such number is the answer.
         counts = self.sum({str(number): float(number in bad) for number in range(len(names))})
         return next((names[int(number)] for number, count in counts.items() if count), None)
@@ -170,20 +170,20 @@ class Spmd(CollectiveDefaults):
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the global mean loss in ``.grad``. Returns this rank's part of each loss, by name."""
-        *early, last = self._parts(batch)
-        in_parts = f"train.accumulate: {len(early) + 1}" if early else None
+        *early, last = self._micro_batches(batch)
+        split_by = f"train.accumulate: {len(early) + 1}" if early else None
         passes: list[dict[str, Loss]] = []
         joint = self._layout.passes_are_joint
         if joint:
-            self.own_time.stop()  # from here on this rank waits for the others' parts of the weights
+            self.local_stopwatch.stop()  # from here on this rank waits for the others' parts of the weights
         # Micro-batches but the last only add to this rank's gradients; the pass of the last one sends their sum.
-        for part in early:
+        for micro_batch in early:
             with self._layout.without_sync():
-                self._forward(part, passes, in_parts).backward()  # type: ignore[no-untyped-call]
-        loss = self._forward(last, passes, in_parts)
+                self._forward(micro_batch, passes, split_by).backward()  # type: ignore[no-untyped-call]
+        loss = self._forward(last, passes, split_by)
         if not joint:
-            self.own_time.stop()  # gradients are summed while the last part goes backward
-        # The global weight is summed while the last part goes backward. Without weights it is the number of samples.
+            self.local_stopwatch.stop()  # gradients are summed while the last micro-batch goes backward
+        # The sum of the global weight overlaps the last backward pass. Without weights it is the number of samples.
         weights = [weight for weight in weights_of(passes) if weight is not None]
         total = (torch.stack(weights).sum() * self._layout.counts).detach().double() if weights else None
         in_progress = None if total is None else start_sum(total)
@@ -202,21 +202,21 @@ class Spmd(CollectiveDefaults):
         parameters = () if self._learnt is None else self._learnt.parameters()
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def _parts(self, batch: Batch) -> list[Batch]:
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
         """Return the micro-batches, equally many on all ranks: no more than the smallest share has samples."""
         count = min(self._train.accumulate, batch.global_count // self.share.count)
         return [batch] if count == 1 else batch.split(count)
 
-    def _forward(self, batch: Batch, passes: list[dict[str, Loss]], in_parts: str | None) -> Tensor:
+    def _forward(self, batch: Batch, passes: list[dict[str, Loss]], split_by: str | None) -> Tensor:
         """Return the loss for the backward pass. It is divided as if each sample of the global batch weighed one.
 
-        ``in_parts`` names the config key for which this is not the rank's whole batch; losses with different weights
+        ``split_by`` names the config key by which this is not the rank's whole batch; losses with different weights
         are then refused. The losses are appended to ``passes``.
         """
         with self._layout.precision():
             losses = self._objective(self._layout.forward, batch, batch.global_count / self.share.count)
-        if in_parts is not None:
-            refuse_other_weights(losses, in_parts)
+        if split_by is not None:
+            refuse_other_weights(losses, split_by)
         elif not common_weight(losses):
             # Scale losses with weights of different kinds as if each sample of the global batch weighed one. The
             # gradients of one pass cannot be told apart afterwards, so ranks wait for the weights before the backward
@@ -251,15 +251,15 @@ class Spmd(CollectiveDefaults):
         kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
         objective = self._objective
         primed = priming(objective, self._train, self._model, self._activity)
-        with primed as checked, self._update.following():
+        with primed as checked, self._update.track_changed_buffers():
             self._objective = checked
             torch.manual_seed(0)  # as in a step, ranks with the same share draw the same numbers
-            self.own_time.start()
+            self.local_stopwatch.start()
             self._forward_backward(batch)
         self._objective = objective
-        self.own_time.take()  # it may have compiled the model
-        self._layout.figures()
-        refuse_together(checked.refusal, without_gradient(self._model, self._learnt))
+        self.local_stopwatch.take()  # it may have compiled the model
+        self._layout.step_metrics()
+        refuse_together(checked.refusal, params_without_grad(self._model, self._learnt))
         self._update.drop()
         for value, earlier in kept:
             value.copy_(earlier)

@@ -15,14 +15,13 @@ from toolkit import hang
 from toolkit.base import logs
 from toolkit.base.errors import JobCodeError, ToolkitError, listing
 from toolkit.data.randomness import reseed
-from toolkit.metrics.goodput import Timesheet
+from toolkit.metrics.goodput import TimeBreakdown
+from toolkit.ranks.agreement import STOP
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.ranks.stop import STOP
 from toolkit.strategies.objective import WEIGHT, Measure, Sums, where
 from toolkit.strategies.protocol import Strategy
-from toolkit.train.job import Hooks
 
 log = logs.get(__name__)
 
@@ -32,6 +31,33 @@ log = logs.get(__name__)
 Evaluate: TypeAlias = Callable[[Strategy, Callable[[], bool]], Mapping[str, float] | None]
 
 
+class Hooks:
+    """Methods that the loop calls on every rank, between two steps. Each does the same on all ranks."""
+
+    def on_epoch_start(self, epoch: int) -> None:
+        """Prepare an epoch, counted from 0. Called again where a run resumes within it."""
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Take note of an epoch's end, with the last figure of each metric.
+
+        If that end is evaluated, called after it: where a stop cut the evaluation short, the resumed run calls it.
+        """
+
+    def speed(self, samples_per_s: float) -> Mapping[str, float]:
+        """Return more figures of the speed by tag, such as tokens per second. Called at each logging step.
+
+        ``samples_per_s`` are those of all ranks together.
+        """
+        return {}
+
+    def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
+        """Return True to end the training early. Called after each evaluation.
+
+        ``evaluations`` are the figures of all so far (``eval/loss``), those before a resume included.
+        """
+        return False
+
+
 class Evaluations:
     """Evaluates, and asks the job's hooks whether its training is done."""
 
@@ -39,12 +65,12 @@ class Evaluations:
         self,
         session: Session,
         strategy: Strategy,
-        sheet: Timesheet,
+        breakdown: TimeBreakdown,
         evaluate: Evaluate | None,
         hooks: Hooks,
         seed: int,
     ) -> None:
-        self._session, self._strategy, self._sheet = session, strategy, sheet
+        self._session, self._strategy, self._breakdown = session, strategy, breakdown
         self._evaluate, self._hooks, self._seed = evaluate, hooks, seed
         self.are_made = evaluate is not None
         self.newest: int | None = None  #: the step that was evaluated last
@@ -58,7 +84,7 @@ class Evaluations:
         self._session.activity.phase = hang.EVALUATING
         # One that is made up for after a resume draws the same.
         reseed(self._seed, -1 - step, self._strategy.share.index)
-        means = self._evaluate(self._strategy, self._is_cut)
+        means = self._evaluate(self._strategy, self._is_interrupted)
         if means is None:  # the stop follows at the next boundary
             log.info("step %d: evaluation cut short to stop", step)
             return None
@@ -69,10 +95,10 @@ class Evaluations:
             self._figures.append(figures)
         return figures
 
-    def _is_cut(self) -> bool:
+    def _is_interrupted(self) -> bool:
         """Report progress. True if the evaluation must end early for a stop; the resumed run evaluates again."""
         self._session.activity.note_progress()
-        self._sheet.add("evaluation")
+        self._breakdown.add("evaluation")
         return self._session.gate.pending == STOP
 
     def are_enough(self) -> bool:
@@ -84,7 +110,7 @@ class Evaluations:
         return {"evaluated": self.newest, **({"evaluations": [*self._figures]} if self._figures else {})}
 
     def restore(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on from a :meth:`state` of the checkpoint of ``step``."""
+        """Continue from a :meth:`state` of the checkpoint of ``step``."""
         self.newest = step if saved.get("evaluated") == step else None
         self._figures = [dict(figures) for figures in saved.get("evaluations", ())]
 
@@ -94,14 +120,14 @@ def evaluate(
     batches: Iterable[Batch | None],
     size: int,
     measure: Measure,
-    is_cut: Callable[[], bool] = lambda: False,
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Return the mean of each figure of ``measure``, equal on every rank.
 
     All ranks must call it. Means are over all ``size`` samples, or by the figure's own weight; nan where that adds up
-    to 0. Of :class:`~toolkit.strategies.objective.Rows` it returns those of all samples, in order.
+    to 0. Of :class:`~toolkit.strategies.objective.Gathered` it returns those of all samples, in order.
 
-    ``is_cut`` is called after each batch. When it is true on any rank, the evaluation ends early and returns None on
+    ``is_interrupted`` is called after each batch. When it is true on any rank, the evaluation ends early, with None on
     every rank. All ranks still enter the final sum, or those that were not cut would wait forever.
 
     ``batches`` is this rank's part of the eval set, unpadded. Every rank has the same number of batches, the last ones
@@ -109,7 +135,7 @@ def evaluate(
     ToolkitError when the ranks together did not see exactly ``size`` samples, and JobCodeError when not every batch
     has the same figures.
     """
-    strategy.settle()
+    strategy.synchronize()
     sums: dict[str, Tensor] = {}
     count = 0
     rows: list[Sums] = []
@@ -127,7 +153,7 @@ def evaluate(
             rows.append(part)
         for name, value in part.values.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
-        cut = is_cut()
+        cut = is_interrupted()
         if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
             cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
         if cut:
@@ -141,8 +167,8 @@ def evaluate(
     # One sum tells every rank the totals, and whether any rank was cut or has rows.
     ends = {_COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))}
     totals = strategy.sum({**{name: sums[name] for name in sorted(sums)}, **ends})
-    counted, was_cut, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
-    if was_cut:
+    counted, was_interrupted, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
+    if was_interrupted:
         return None
     # A sample that was seen twice, or by no rank, would make the means wrong without a sign.
     if counted != size:

@@ -71,7 +71,7 @@ class LoaderFeed:
         return self._start(number + 1) - self._start(number)
 
     def indices(self, step: int) -> list[int]:
-        return self._loader.samples(step)
+        return self._loader.sample_indices(step)
 
     def _start(self, number: int) -> int:
         return -(-number * self._loader.dataset_size // self._loader.global_batch_size)
@@ -241,7 +241,7 @@ def advice_about(loader: Any) -> str:
     if not isinstance(loader, Iterator):
         return ""
     return (
-        f": a {type(loader).__name__} cannot be begun anew. Wrap the steps instead: "
+        f": a {type(loader).__name__} cannot be restarted. Wrap the steps instead: "
         "`for batch in metric_logger.log_every(run.steps(loader), ...)`"
     )
 
@@ -264,7 +264,7 @@ def seeder(seed: int, rank: int) -> Reseed:
     return lambda step: reseed(seed, step, rank)
 
 
-class Steps:
+class StepBatches:
     """Batches, to be gone through once, one for each step::
 
     >>> def epoch(run: toolkit.TrainingRun, loader: torch.utils.data.DataLoader) -> None:

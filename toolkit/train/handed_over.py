@@ -20,7 +20,7 @@ from toolkit.base import logs
 from toolkit.base.errors import ConfigError, listing
 from toolkit.checkpoint.tensors import to_bytes
 from toolkit.ranks.state import Entry, Json, Replicated
-from toolkit.strategies.update.optimizer_state import refuse_lost_state
+from toolkit.strategies.optimizer_state import refuse_lost_state
 
 log = logs.get(__name__)
 
@@ -41,7 +41,7 @@ class Frozen:
         """Return what a checkpoint holds."""
         return {FROZEN: Replicated({"first": self._first, "now": self._now()})} if self._parameters else {}
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Freeze and unfreeze as at the save. A script that now begins with other parameters frozen is left alone.
 
         Raises ConfigError for those that DDP was made without: their gradients would stay on each rank.
@@ -125,10 +125,10 @@ def _saves_by_itself(part: nn.Module) -> bool:
 
 def bare(module: nn.Module) -> nn.Module:
     """Return the module within DDP, DataParallel, torch.compile and Fabric, whose names are the model's own."""
-    return [*layers(module)][-1]
+    return [*wrapper_chain(module)][-1]
 
 
-def layers(module: nn.Module) -> Iterator[nn.Module]:
+def wrapper_chain(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module, and those within it down to :func:`bare`."""
     while True:
         yield module

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from toolkit import hang
 from toolkit.base import fsio, logs
-from toolkit.base.errors import CheckpointError, ConfigError, RequestError, listing, nearest
+from toolkit.base.errors import CheckpointError, ConfigError, RequestError, did_you_mean, listing
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import committed
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import ModelConfig
 from toolkit.files import origin
-from toolkit.files.origin import Origin
+from toolkit.files.origin import WeightsOrigin
 from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import ModelFactory
 
@@ -42,7 +42,7 @@ log = logs.get(__name__)
 def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> nn.Module:
     """Return ``build()``, filled at a run's fresh start with the weights that ``config`` names.
 
-    ``init_from`` names the source, ``init_weights`` which of its weights. A run that has a checkpoint ignores both,
+    ``init_from`` names the source, ``init_from_average`` which of its weights. A run with a checkpoint ignores both,
     because its own weights follow. Every rank calls it and gets the same weights. Tensors match by name, wrappers'
     prefixes aside, and shape. The log says which did not match; these keep the values that ``build`` gave them. A model
     made without memory (on ``meta``) is not filled: sharding strategies hand rank 0's weights to all. Raises
@@ -53,9 +53,12 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
     freeze(model, config.freeze)
     if torch.empty(()).device.type == "meta":
         return model
-    if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
-        session.activity.phase = hang.LOADING
-        source = read_on_all_ranks(config.init_from, config.init_weights, session)
+    if config.init_from is None:
+        return model
+    session.activity.phase = hang.LOADING
+    which = None if config.init_from_average is None else whole.AVERAGE if config.init_from_average else whole.RAW
+    source = read_on_all_ranks(config.init_from, which, session)
+    if source is not None:
         match = fill(model, source.tensors)
         if not match.filled:
             raise ConfigError(f"model.init_from: nothing in {source.path} fits this model{match.misfits(every=True)}")
@@ -79,7 +82,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in named):
             layers = [name.rpartition(".")[0] + ".*" for name in named]
             raise ConfigError(
-                f"model.freeze: {pattern!r} matches no parameter of this model; {nearest(pattern, [*named, *layers])}"
+                f"model.freeze: {pattern!r} matches no parameter of this model; "
+                f"{did_you_mean(pattern, [*named, *layers])}"
                 f"there are: {listing([*named], 12)}"
             )
     for name, parameter in named.items():
@@ -170,28 +174,35 @@ class Weights(NamedTuple):
     which: str | None
 
 
-def read_on_all_ranks(source: str, which: str | None, session: Session) -> Weights:
-    """Read the weights, on all ranks from the file that rank 0 has chosen: others might find a newer checkpoint."""
+def read_on_all_ranks(source: str, which: str | None, session: Session) -> Weights | None:
+    """Read the weights, on all ranks from the file that rank 0 has chosen: others might find a newer checkpoint.
+
+    None if the run has a checkpoint, as rank 0 sees it: over a file server another rank may see it later.
+    """
     read: list[Weights] = []  #: on rank 0, which alone calls ``look``
 
     def look() -> dict[str, str]:
+        if committed(session.run_dir / "checkpoints"):
+            return {}
         chosen = origin.find(source)
         try:
             read.append(read_weights(chosen, which))
         except RequestError as error:
-            raise ConfigError(f"model.init_weights: {which}: {source}: {error}") from None
+            raise ConfigError(f"model.init_from_average: true: {source}: {error}") from None
         kind = origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind
         return {"kind": kind, "path": str(read[0].path)}
 
     choice = session.from_main("model.init_from", look)
+    if not choice:
+        return None
     path = Path(choice["path"])
     # The path comes from the ranks' store: accept only one that the config names.
     if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
         raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
-    return read[0] if session.is_main else read_weights(Origin(choice["kind"], path), which)
+    return read[0] if session.is_main else read_weights(WeightsOrigin(choice["kind"], path), which)
 
 
-def read_weights(source: Origin, which: str | None = None) -> Weights:
+def read_weights(source: WeightsOrigin, which: str | None = None) -> Weights:
     """Read the weights; of a run those of its newest good checkpoint. ``which`` as in ``whole.model_tensors``.
 
     Raises CheckpointError when the source cannot be read, is damaged, or holds other things than tensors and plain

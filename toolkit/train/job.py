@@ -1,4 +1,4 @@
-"""``toolkit.Job``: what a training is about, without the training.
+"""``toolkit.Job``: what a training is about, and what makes a training of it on each rank.
 
 The same class serves the ranks of a training and, afterwards, one process that evaluates or exports the trained model.
 """
@@ -6,57 +6,41 @@ The same class serves the ranks of a training and, afterwards, one process that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.config import JobConfig
+from toolkit.base import logs
+from toolkit.base.errors import ConfigError, ExtraForwardError, JobCodeError
+from toolkit.config import JobConfig, learning_rate
 from toolkit.config.learning_rate import Schedule, build_schedule
-from toolkit.data.datasets import Dataset, Pictures
-from toolkit.data.loader import MakesLoader
-from toolkit.ranks.batch import Batch
-from toolkit.ranks.session import open_session
-from toolkit.strategies import Custom
-from toolkit.strategies.objective import Forward, Loss, Losses, Rows
+from toolkit.data.datasets import Dataset, ImagePreprocessor
+from toolkit.data.loader import MakesLoader, build_loader, eval_batches
+from toolkit.data.randomness import apply_gpu_settings, generators_in, generators_of, register_generators, seed_for_init
+from toolkit.metrics.sinks import Sink
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session, open_session
+from toolkit.strategies import Custom, Objective, Strategy, build_strategy
+from toolkit.strategies.objective import Forward, Gathered, Loss, Losses
+from toolkit.train.evaluate import Evaluate, Hooks, evaluate
+from toolkit.train.initial import initialised
+from toolkit.train.loop import Describe, Result, Show, Trainer, log_run_config
 from toolkit.train.optim import build_optimizer
-
-
-class Hooks:
-    """Methods that the loop calls on every rank, between two steps. Each does the same on all ranks."""
-
-    def on_epoch_start(self, epoch: int) -> None:
-        """Prepare an epoch, counted from 0. Called again where a run resumes within it."""
-
-    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Take note of an epoch's end, with the last figure of each metric.
-
-        If that end is evaluated, called after it: where a stop cut the evaluation short, the resumed run calls it.
-        """
-
-    def speed(self, samples_per_s: float) -> Mapping[str, float]:
-        """Return more figures of the speed by tag, such as tokens per second. Called at each logging step.
-
-        ``samples_per_s`` are those of all ranks together.
-        """
-        return {}
-
-    def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
-        """Return True to end the training early. Called after each evaluation.
-
-        ``evaluations`` are the figures of all so far (``eval/loss``), those before a resume included.
-        """
-        return False
+from toolkit.train.run_checkpoints import Checkpoints
+from toolkit.train.saver import identity
 
 
 class Job(Hooks):
     """The data, the model and the loss of a training. A job's file has one class derived from it.
 
-    Every method but ``train_set``, ``model`` and ``loss`` has a default. :class:`~toolkit.train.job.Hooks` has what may
-    be done during the training. Methods are called on every rank, in the same order, and must do the same on each::
+    Every method but ``train_set``, ``model`` and ``loss`` has a default. :class:`Hooks` has what may be done during the
+    training. Methods are called on every rank, in the same order, and must do the same on each::
 
         >>> class Doubling(toolkit.Job):
         ...     def train_set(self):
@@ -73,7 +57,7 @@ class Job(Hooks):
     eval_batch_size = 256  #: samples that a rank evaluates at once
     classes: Sequence[str] = ()  #: of a classifier whose outputs are logits (n, classes)
     #: How an image file becomes an input of the model, for `toolkit evaluate --images`.
-    pictures: Pictures | None = None
+    pictures: ImagePreprocessor | None = None
     tokens: Any = None  #: of a language model: what `toolkit.load_tokens` returned, for `toolkit generate`
     context: int | None = None  #: of a language model: the most tokens that it was trained to see at once
     #: Has parameters that the loss needs and the model does not: they are trained and saved with the model's.
@@ -101,8 +85,6 @@ class Job(Hooks):
     @classmethod
     def main(cls, config: JobConfig, params: Any) -> None:
         """Be one rank of the training; every rank calls it."""
-        from toolkit.train.run_job import training_of  # which needs this class
-
         cluster = config.cluster
         with (
             open_session(config.dist, cluster.gpus_per_node, cluster.tasks_per_gpu) as session,
@@ -164,10 +146,10 @@ class Job(Hooks):
     # --------------------------------------------------------------------------------------------------- the evaluation
 
     @torch.no_grad()
-    def evaluate(self, model: Forward, batch: Batch) -> Mapping[str, Loss | Tensor | Rows]:
+    def evaluate(self, model: Forward, batch: Batch) -> Mapping[str, Loss | Tensor | Gathered]:
         """Return figures by name: one value for each sample (n,), or a :class:`toolkit.Loss`. By default the losses.
 
-        They are averaged over the eval set. :class:`toolkit.Rows` are gathered instead, in the eval set's order.
+        They are averaged over the eval set. :class:`toolkit.Gathered` are gathered instead, in the eval set's order.
         """
         losses = self.loss(model, batch)
         return losses if isinstance(losses, Mapping) else {"loss": losses}
@@ -188,3 +170,160 @@ class Job(Hooks):
     def export_files(self) -> Mapping[str, str]:
         """Return the files that `toolkit export` adds beside the weights: texts by name."""
         return {}
+
+
+log = logs.get(__name__)
+
+#: Samples of the eval set that a job's ``show`` gets.
+SHOWN = 16
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job with the model, the loader and the loop of one rank."""
+
+    job: Job
+    strategy: Strategy
+    trainer: Trainer
+    describe: Describe
+    close: Callable[[], None]
+
+    def fit(self) -> Result:
+        """Train to the last step; see :meth:`Trainer.fit`."""
+        job, eval_set = self.job, self.job.eval_set()
+        if eval_set is None:
+            return self.trainer.fit(None, self.describe, hooks=job)
+        evaluate = evaluation(job, eval_set, self.strategy.share.count)
+        return self.trainer.fit(evaluate, self.describe, _showing(job, eval_set, self.strategy), job)
+
+
+def training_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
+    """Make all that a rank needs to train a job of class ``kind``. Every rank calls it."""
+    # Seeds first: the job may draw random numbers when it is made.
+    seed_for_init(config.train.seed, deterministic=config.train.deterministic)
+    apply_gpu_settings(config.train)
+    job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.note_progress)
+    with ExitStack() as stack:
+        # A job with a train_step has several networks, each with its optimizer, and no loss of its own.
+        custom = None
+        strategy: Strategy
+        if type(job).train_step is not Job.train_step:
+            custom = Custom(config.strategy, session, job.train_step)
+            strategy = cast(Strategy, custom)
+        else:
+            strategy = build_strategy(config.strategy, session, config.train)
+        stack.callback(strategy.close)
+        loader = stack.enter_context(closing(_loader(job, config, strategy.share, session)))
+        # A real batch: the strategy primes the model on it, and its images go to TensorBoard.
+        sample = loader.at(0)
+        register_generators(generators_in(job))
+        if custom is not None:
+            _build_networks(job, custom)
+        else:
+            model = partial(_model, job, config, session)
+            strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
+        # Only now, when the strategy has built the model, can its state be saved and restored.
+        checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
+        trainer = Trainer(
+            config.train,
+            session,
+            strategy,
+            loader,
+            schedule=job.schedule,
+            checkpoints=checkpoints,
+            rate_keys=learning_rate.schedule_settings(config),
+        )
+        return Training(job, strategy, trainer, partial(log_run_config, config, sample), stack.pop_all().close)
+
+
+def _loader(job: Job, config: JobConfig, share: Share, session: Session) -> Any:
+    given: dict[str, Any] = {"seed": config.train.seed, "device": session.device, "collate": job.collate}
+    samples = job.train_set()
+    if isinstance(samples, MakesLoader):
+        return samples.loader_of_share(config.data, share, **given)
+    return build_loader(samples, config.data, share, order=job.order, **given)
+
+
+def _build_networks(job: Job, strategy: Custom) -> None:
+    networks = job.model()
+    if not isinstance(networks, Mapping):
+        raise JobCodeError(f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}")
+    builders = {name: (lambda network=network: network, job.optimizer) for name, network in networks.items()}
+    for network in networks.values():
+        register_generators(generators_of(network))
+    strategy.build(builders)
+
+
+def _model(job: Job, config: JobConfig, session: Session) -> nn.Module:
+    made = initialised(cast(Callable[[], nn.Module], job.model), config.model, session)
+    register_generators(generators_of(made))
+    return made
+
+
+def evaluation(job: Job, eval_set: Dataset, ranks: int) -> Evaluate:
+    """Return a function that evaluates ``job`` on ``eval_set``, on ``ranks`` ranks or fewer.
+
+    Raises ConfigError for a set with fewer samples: each rank needs one.
+    """
+    if len(eval_set) < ranks:
+        raise ConfigError(
+            f"job: eval_set() has {len(eval_set)} samples, fewer than the {ranks} ranks; use fewer ranks, or add "
+            "samples"
+        )
+
+    def run_evaluation(strategy: Strategy, is_interrupted: Callable[[], bool]) -> Mapping[str, float] | None:
+        given: dict[str, Any] = {"workers": job.config.data.workers, "device": job.device, "collate": job.collate}
+        batches = eval_batches(eval_set, strategy.share, job.eval_batch_size, **given)
+        averages = evaluate(strategy, batches, len(eval_set), job.evaluate, is_interrupted)
+        if averages is None:
+            return None
+        figures = job.summary(averages)
+        for name, figure in figures.items():
+            if isinstance(figure, Tensor) and figure.numel() != 1:
+                raise JobCodeError(
+                    f"job: an evaluation gathered the rows {name!r}, of shape {tuple(figure.shape)}: summary(figures) "
+                    "is to make numbers of them"
+                )
+        return {name: float(figure) for name, figure in figures.items()}
+
+    return run_evaluation
+
+
+def _showing(job: Job, eval_set: Dataset, strategy: Strategy) -> Show:
+    """Return a function that logs what ``job`` shows of the first samples of ``eval_set``.
+
+    They are read once. Every rank calls it, because passes through the model may be joint.
+    """
+    if type(job).show is Job.show:
+        return lambda sink, step: None
+    batch = next(eval_batches(eval_set, Share(0, 1), min(SHOWN, len(eval_set)), collate=job.collate))
+    is_possible = True
+
+    def show(sink: Sink, step: int) -> None:
+        nonlocal is_possible
+        if not is_possible:
+            return
+        shown: dict[str, Tensor | str] = {}
+
+        def look(model: Forward, batch: Batch) -> dict[str, Tensor]:
+            shown.update(job.show(model, batch))
+            return {}  # there are no figures to sum
+
+        try:
+            strategy.evaluate(batch, look)
+        except ExtraForwardError as error:  # raised on every rank alike
+            is_possible = False
+            log.warning("the job's show() is left out: %s", error)
+            return
+        for tag, value in shown.items():
+            try:
+                if isinstance(value, str):
+                    sink.text(tag, value, step)
+                elif value.ndim == 4:
+                    sink.images(tag, value.float(), step)
+                else:
+                    sink.histogram(step, tag, value.flatten())
+            except Exception as error:  # of TensorBoard, on rank 0 alone: it must not end the training
+                log.warning("the job's show(): %r is not logged: %r", tag, error)
+
+    return show

@@ -84,7 +84,7 @@ class LossWindow:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets what all had."""
+        """Continue from a :meth:`state`. If it is of another number of ranks, rank 0 gets what all had."""
         self._tags = [*saved]
         for tag, rows in saved.items():
             sums, counts = rows["sums"], rows["counts"]
@@ -140,6 +140,6 @@ def gather_json(value: Any, device: torch.device) -> list[Any]:
     return [json.loads(bytes(rows[rank, :size].numpy())) for rank, size in enumerate(sizes)]
 
 
-def by_tag(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+def with_prefix(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
     """Return ``values`` by tag. A name without a slash gets the prefix ``train/``."""
     return {name if "/" in name else f"train/{name}": value for name, value in values.items()}

@@ -6,7 +6,7 @@ layer whose output is not finite with the weights of the last checkpoint. The ru
 would follow again from there. Weights that are not finite are not saved: the newest checkpoint stays fit for a resume.
 
 With `train.skip_bad_steps` such steps are left out instead. The strategy decides on the device, see
-``strategies/update/gradients.py``, equally on all ranks. The host reads the verdicts at the same places: so a
+``strategies/update.py``, equally on all ranks. The host reads the verdicts at the same places: so a
 checkpoint never comes after a step that is not listed yet. A step that a crash keeps from being listed is left out
 again by the resumed run. Whether to roll back to a checkpoint is decided in logging steps only, so that a run that was
 killed and resumed decides in the same step.
@@ -34,8 +34,8 @@ from toolkit.files.rundir import RunDir
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.strategies.protocol import InRounds, Strategy
-from toolkit.strategies.update.gradients import MADE, OVERFLOW, WHY
+from toolkit.strategies.protocol import RoundBased, Strategy
+from toolkit.strategies.update import MADE, OVERFLOW, WHY
 
 log = logs.get(__name__)
 
@@ -66,7 +66,7 @@ class NotFinite:
             self._what = f"the loss is not finite{self._beginning(step, losses)}"
             log.warning("step %d: %s", step, self._what)
         elif self.stops:
-            self.refuse(step)
+            self.raise_error(step)
 
     def state(self) -> dict[str, Json]:
         """Return what a checkpoint must hold: a stop does not end the row of bad means."""
@@ -74,26 +74,26 @@ class NotFinite:
         return {"finite": self._weights_were_finite, "not_finite": row}
 
     def restore(self, meta: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose ``meta`` has a :meth:`state`."""
+        """Continue from a checkpoint whose ``meta`` has a :meth:`state`."""
         self._weights_were_finite, saved = meta["finite"], meta["not_finite"]
         self.count, self._row, self._since, self._what = (saved[key] for key in ("count", "row", "since", "what"))
 
-    def may_save(self, step: int, weighed: Weighed) -> bool:
+    def may_save(self, step: int, weighed: LiveWeights) -> bool:
         """True if all weights are finite on all ranks, or ``train.on_nan`` is ``warn``; a collective, a host sync."""
-        self._weights_were_finite = weighed.sum({"bad": float(bool(bad_weights(weighed.live())))})["bad"] == 0
+        self._weights_were_finite = weighed.sum({"bad": float(bool(bad_weights(weighed.live_state())))})["bad"] == 0
         if self._weights_were_finite or not self.stops:
             return True
         log.warning("step %d is not saved: the weights are not finite", step)
         return False
 
-    def refuse(self, step: int) -> NoReturn:
+    def raise_error(self, step: int) -> NoReturn:
         """Raise NotFiniteError after ``step`` steps. All ranks call it."""
         what = self._what or f"the weights are not finite after step {step}, the last one"
         raise NotFiniteError(f"train.on_nan: {what}; {self._advice(step)}; train.on_nan: warn trains on")
 
     def _beginning(self, step: int, losses: Sequence[float | Tensor]) -> str:
         """Return where the row of bad means before ``step`` begins, as the end of a phrase; a collective."""
-        ranks = on_ranks(all(map(math.isfinite, losses[-1:])), self._session.device)
+        ranks = bad_ranks_phrase(all(map(math.isfinite, losses[-1:])), self._session.device)
         return f"{ranks}, since a step after step {self._since}"
 
     def _advice(self, step: int) -> str:
@@ -122,8 +122,8 @@ class JobNotFinite(NotFinite):
         totals = self._strategy.sum({str(index): loss for index, loss in enumerate(losses)})
         first = next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
         self._since = step - len(losses) + first
-        ranks = on_ranks(all(map(math.isfinite, losses[first : first + 1])), self._session.device)
-        samples = listing(list(map(str, self._loader.global_samples(self._since))), 8)
+        ranks = bad_ranks_phrase(all(map(math.isfinite, losses[first : first + 1])), self._session.device)
+        samples = listing(list(map(str, self._loader.global_indices(self._since))), 8)
         return f" since step {self._since}{ranks} (samples {samples})"
 
     def _advice(self, step: int) -> str:
@@ -134,10 +134,10 @@ class JobNotFinite(NotFinite):
 
     def _cause(self, step: int) -> str:
         """Return what is wrong, as the end of a sentence. It names the layer where the strategy can find it."""
-        bad = bad_weights(self._strategy.live())
+        bad = bad_weights(self._strategy.live_state())
         now = f"of this rank's weights {len(bad)} are not finite: {listing(bad, 3)}" if bad else "the weights are"
         first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
-        if first_bad_layer is None or isinstance(self._strategy, InRounds) or not self._what:
+        if first_bad_layer is None or isinstance(self._strategy, RoundBased) or not self._what:
             return now
         # Repeat the first bad step on weights that were still good, with the same batch and random numbers.
         self._session.activity.phase = hang.LOADING
@@ -156,23 +156,23 @@ class JobNotFinite(NotFinite):
         return f"with {weights} the first output for these samples that is not finite is that of {layer}"
 
 
-def on_ranks(is_finite: bool, device: torch.device) -> str:
+def bad_ranks_phrase(is_finite: bool, device: torch.device) -> str:
     """Return `` on rank 2`` for the ranks where it is not, as the end of a phrase; a collective."""
     rows = gather_rows(torch.tensor([is_finite], dtype=torch.uint8, device=device)).flatten().tolist()
     ranks = [str(rank) for rank, fine in enumerate(rows) if not fine]
     return f" on rank{'s' if len(ranks) > 1 else ''} {listing(ranks, 8)}" if 0 < len(ranks) < len(rows) else ""
 
 
-class Weighed(Protocol):
+class LiveWeights(Protocol):
     """Weights on every rank, of a strategy or of a user's own loop."""
 
-    def live(self) -> Mapping[str, Tensor]: ...
+    def live_state(self) -> Mapping[str, Tensor]: ...
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]: ...
 
 
 def bad_weights(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in ``Strategy.live()`` of weights, or parts of them, that are not finite. A host sync."""
+    """Return the names in ``Strategy.live_state()`` of weights, or parts of them, that are not finite. A host sync."""
     live: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if name.startswith("weights/") and (value.is_floating_point() or value.is_complex()) and value.numel():
@@ -223,7 +223,7 @@ class SkippedSteps:
         if skipped is not None:
             self._unread.append((step, skipped))
 
-    def read(self) -> int:
+    def collect(self) -> int:
         """Read the verdicts noted, and return how many steps were left out. One host sync, or none."""
         if not self._unread:
             return 0
@@ -243,9 +243,8 @@ class SkippedSteps:
         self._list([(step, why) for step, why in left_out if step not in self._listed])
         if self._after is None and len(self._streak) >= ENDLESS:
             raise NotFiniteError(
-                f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; the weights do not get on any "
-                "more. Set train.rollback_after, or optim.lr lower, and start from an earlier checkpoint "
-                "(model.init_from)"
+                f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; training makes no progress. "
+                "Set train.rollback_after, or optim.lr lower, and start from an earlier checkpoint (model.init_from)"
             )
         return len(left_out)
 
@@ -298,7 +297,7 @@ class SkippedSteps:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`."""
+        """Continue from a :meth:`state`."""
         self._count, self._rollbacks = saved["count"], saved["rollbacks"]
         self._streak, self._rolled_back_at = list(saved["row"]), saved["rolled_back_at"]
         self._waits = saved["waits"]
@@ -309,7 +308,7 @@ class SkippedSteps:
             return
         lines, size = [], self._loader.global_batch_size
         for step, why in new:
-            positions, samples = [step * size, (step + 1) * size - 1], self._loader.global_samples(step)
+            positions, samples = [step * size, (step + 1) * size - 1], self._loader.global_indices(step)
             lines.append({"step": step, "why": WHY[why], "positions": positions, "samples": samples})
             self._listed.add(step)
             if len(self._listed) <= NAMED:
@@ -320,7 +319,7 @@ class SkippedSteps:
 
     def _describe_row(self, step: int) -> str:
         row = self._streak
-        samples = [str(sample) for each in row[:NAMED] for sample in self._loader.global_samples(each)]
+        samples = [str(sample) for each in row[:NAMED] for sample in self._loader.global_indices(each)]
         return (
             f"{len(row)} steps in a row, {row[0]} to {row[-1]} of the {step} so far, were left out "
             f"(samples {listing(samples, 12)}; all are in {self._path})"

@@ -24,11 +24,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from toolkit.base import logs, torch_version
-from toolkit.base.errors import ConfigError, listing, nearest
+from toolkit.base.errors import ConfigError, did_you_mean, listing
 from toolkit.config import OptimConfig
-from toolkit.config.optim import is_path
+from toolkit.config.optim import is_class_path
+from toolkit.constraints import choose
 from toolkit.devices.kinds import CPU, CUDA, XPU
-from toolkit.limits import choose
 from toolkit.ranks.state import local
 from toolkit.strategies.models import blocks
 
@@ -46,7 +46,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     because a rank may have only some of the layers. Raises ConfigError.
     """
     groups = parameter_groups(config, model)
-    if is_path(config.name):
+    if is_class_path(config.name):
         return _custom_optimizer(config, groups)
     kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
     if config.name == "muon":
@@ -84,7 +84,7 @@ def _custom_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Opti
     valid = list(optimizer.defaults)
     for name in {name for group in groups for name in group} - {"params", *valid}:
         raise ConfigError(
-            f"optim.groups: {config.name} has no setting {name!r} for a group; {nearest(name, valid)}"
+            f"optim.groups: {config.name} has no setting {name!r} for a group; {did_you_mean(name, valid)}"
             f"it has: {listing(valid)}"
         )
     return optimizer
@@ -103,9 +103,9 @@ def _imported(path: str) -> type[Optimizer]:
     kind = getattr(module, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         there = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Optimizer)]
-        what = "has no such class" if kind is None else f"has {name}, and it is no torch.optim.Optimizer"
+        what = "has no such class" if kind is None else f"has {name}, which is not a torch.optim.Optimizer"
         raise ConfigError(
-            f"optim.name: {path}: the module {module_name} {what}; {nearest(name, there)}"
+            f"optim.name: {path}: the module {module_name} {what}; {did_you_mean(name, there)}"
             f"there are: {listing(there) or 'none'}"
         )
     return kind
@@ -204,7 +204,7 @@ def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
                 parts = name.split(".")
                 valid += [".".join(parts[:n]) + ".*" for n in range(1, len(parts))]
             raise ConfigError(
-                f"optim.groups: {pattern!r} matches no parameter of this model; {nearest(pattern, valid)}"
+                f"optim.groups: {pattern!r} matches no parameter of this model; {did_you_mean(pattern, valid)}"
                 f"there are: {listing(everywhere, 12)}"
             )
 
@@ -287,7 +287,8 @@ class MuonAndAdamW(AdamW):
         matrices = [group for group in groups if group["muon"]]
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
-            super().step()
+            # torch wraps the step of each class that has been made: AdamW's would call this optimizer's hooks, too.
+            inspect.unwrap(AdamW.step)(self)
         finally:
             self.param_groups = groups
         # Fused AdamW leaves a bad step out by itself. Muon knows no ``found_inf``: its steps are undone on the device,

@@ -91,8 +91,8 @@ def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors:
             value = torch.from_numpy(np.array(value))  # a copy in C order
         except (TypeError, ValueError):  # ValueError: of another byte order
             raise ConfigError(
-                f"run.resumable: {where} is an array of {value.dtype}, which torch has not; hand over one of numbers, "
-                "in this machine's byte order: value.astype(value.dtype.newbyteorder('='))"
+                f"run.resumable: {where} is an array of {value.dtype}, which torch does not have; hand over one of "
+                "numbers, in this machine's byte order: value.astype(value.dtype.newbyteorder('='))"
             ) from None
     elif value.device.type != "cpu":
         word = "$device"
@@ -273,7 +273,7 @@ class OptimizerSlots:
                 )
             self.optimizer.add_param_group({"params": [parameters[name] for name in group["names"]]})
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
         for parameter, slot, key, _ in self._stored(values):
             self.optimizer.state[parameter][slot] = decode(values[key], self._filled[key])
@@ -298,7 +298,7 @@ class OptimizerSlots:
             changed = [key for key, value in given.items() if then.get(key, value) != value]
             self.overruled += [f"{key}={given[key]:g} (it was {then[key]:g})" for key in changed]
 
-    def live(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Tensor]:
         return {f"optimizer/{name}": local(value) for name, value in self._slots() if _is_entry(value)}
 
     def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:

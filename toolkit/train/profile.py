@@ -27,8 +27,8 @@ from toolkit.devices import accelerator
 from toolkit.devices.kinds import CPU, CUDA, ROCM
 from toolkit.files.rundir import RunDir
 from toolkit.ranks.session import Session
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Answer, UserRequest
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Answer, UserRequest
 
 #: At the end of a training, or of a stop, the files that are being written have this time.
 LAST_WAIT_S = 20.0
@@ -40,7 +40,7 @@ TABLE_ROWS = 100
 log = logs.get(__name__)
 
 
-class OnRequest:
+class RequestedProfiles:
     """Profiles steps, on one rank. Every rank makes the same calls."""
 
     def __init__(self, session: Session) -> None:
@@ -65,7 +65,7 @@ class OnRequest:
 
     def carry_out(self, kind: str, step: int) -> None:
         """Do what is asked for under the agreed ``kind``, once in an attempt."""
-        request_id = kind.removeprefix(stop_request.KIND)
+        request_id = kind.removeprefix(user_requests.KIND)
         if request_id in self._seen:
             return
         self._seen.add(request_id)
@@ -88,11 +88,11 @@ class OnRequest:
     def _decide(self, request_id: str, step: int) -> dict[str, Any]:
         """Return the request, on rank 0. Empty where it is answered or withdrawn, or cannot be carried out."""
         try:
-            request = stop_request.read(self._run, request_id)
+            request = user_requests.read_request(self._run, request_id)
             if request is None or not self._session.owns_run():
                 return {}
             if step < self._profiled_until:
-                raise RequestError(f"a profile is being made up to step {self._profiled_until}: ask again after it")
+                raise RequestError(f"a profile is being made up to step {self._profiled_until}: try again after it")
             if request.rank >= self._session.world_size:
                 raise RequestError(f"there is no rank {request.rank}")
             return request.to_json()
@@ -103,7 +103,7 @@ class OnRequest:
 
     def _answer(self, request_id: str, answer: Answer) -> None:
         with suppress(OSError):  # the command says that there was no answer
-            stop_request.answer(self._run, request_id, answer)
+            user_requests.answer(self._run, request_id, answer)
 
 
 class StepProfile:
@@ -197,10 +197,10 @@ class StepProfile:
         try:
             self._profile.export_chrome_trace(str(plain))
             _refuse_cut_off(plain)
-            with fsio.new_path(path) as packed, plain.open("rb") as trace, gzip.open(packed, "wb") as out:
+            with fsio.atomic_path(path) as packed, plain.open("rb") as trace, gzip.open(packed, "wb") as out:
                 shutil.copyfileobj(trace, out, 1 << 20)
         finally:
-            for left in self._folder.glob(f"{plain.name}*"):  # the profiler begins under another name
+            for left in fsio.entries(self._folder, f"{plain.name}*"):  # the profiler begins under another name
                 left.unlink()
         return path
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from toolkit.base.errors import JobCodeError, ToolkitError
 from toolkit.ranks import older_torch
+from toolkit.ranks.agreement.gate import IDLE_S, LEAVE_S
+from toolkit.ranks.agreement.torch_store import StoreTransport
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop.gate import IDLE_S, LEAVE_S
-from toolkit.ranks.stop.torch_store import StoreTransport
 
 #: A rank that waits for this long asks the others where they are; from then on at growing intervals.
 ASK_AFTER_S, ASK_AT_MOST_EVERY_S = 1.0, 30.0
@@ -56,7 +56,7 @@ class SameCalls:
         self._is_closed = False
         self._blocks = 0  #: of :meth:`main_first` that this rank is in
 
-    def meet(self, what: str, *, has: bool = False, advice: str = "") -> bool:
+    def monitored_barrier(self, what: str, *, has: bool = False, advice: str = "") -> bool:
         """Wait for all ranks to make this call. Return True if any of them ``has`` something.
 
         ``what`` tells what this rank has done: "called run.save()". Raises JobCodeError, with the ``advice``, where

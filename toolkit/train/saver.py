@@ -1,32 +1,47 @@
-"""When a run is saved and how: by steps, by time or after the best evaluation, in the background or not.
+"""What a run saves, when and how: by steps, by time or after the best evaluation, in the background or not.
 
+A checkpoint holds the strategy's state, the loader's position, and what ties it to its run (:class:`TrainingState`).
 Rank 0's clock decides when a save by time is due, and the ranks then agree on the step.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from toolkit.base import logs
-from toolkit.base.errors import CheckpointError, UnsavableStateError
-from toolkit.checkpoint import policy
-from toolkit.checkpoint.background import BackgroundSave, CuttableClient, Staging
+from toolkit.base.errors import CheckpointError, ConfigError, UnsavableStateError, listing
 from toolkit.checkpoint.exchange import ReplicaSums
-from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.writer import save
-from toolkit.config import CheckpointConfig
-from toolkit.files.rundir import RunDir
+from toolkit.checkpoint.folder import CheckpointFolder, Keep
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.reader import Loaded
+from toolkit.checkpoint.writer import BackgroundSave, CuttableClient, Staging, save
+from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
+from toolkit.data.loader import Batches
+from toolkit.devices import accelerator
+from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import TRACE_VARIABLE, RunDir
 from toolkit.ranks import older_torch
+from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Json, State
-from toolkit.train import parts
-from toolkit.train.state import TrainingState, saves_asked
+from toolkit.ranks.state import Json, PerRank, State
+from toolkit.strategies.protocol import LoadsByManifest, RoundBased
+from toolkit.train import rank_components
 
 #: A save that must be made is retried for this long. The grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
@@ -50,7 +65,7 @@ class Saver:
             is_ours=session.owns_run,
             on_progress=self._note_progress,
         )
-        self.second = parts.second_place(config.copy_to, session, self.on_disk)
+        self.second = rank_components.checkpoint_mirror(config.copy_to, session, self.on_disk)
         # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()
@@ -83,7 +98,7 @@ class Saver:
         keep = self.on_disk.keep
         if keep.best is None:
             return False
-        figure = keep.figure(metrics)
+        figure = keep.score(metrics)
         # A metric that is missing or no number saves nothing, and does not end the training.
         if figure is None:
             log.warning("checkpoint.keep_best: there is no number %s, only %s", keep.best, ", ".join(sorted(metrics)))
@@ -96,12 +111,12 @@ class Saver:
         """Start the time to the next save by time. Called after a save, or where there is none to make."""
         self.timer.set(self._blocked_s, self.save_s)
 
-    def describe(self, step: int, reached: Mapping[str, Json]) -> None:
+    def note_evaluation(self, step: int, reached: Mapping[str, Json]) -> None:
         """Note in the checkpoint of ``step`` what an evaluation of its state has found. Every rank calls it."""
         self._best_begun, failed = self._state.best, 0.0
         if self._session.is_main:
             try:
-                self.on_disk.describe(step, {**self._state.meta, **reached})
+                self.on_disk.replace_meta(step, {**self._state.meta, **reached})
             except CheckpointError as error:
                 log.warning("the evaluation of step %d is not noted in its checkpoint: %s", step, error)
                 failed = 1.0
@@ -160,12 +175,12 @@ class Saver:
             try:
                 state, meta = self._state.now(), {**self._state.meta, **reached}
                 if self._background and not must:
-                    self._staging.make_room(state, self._session.rank)
+                    self._staging.allocate(state, self._session.rank)
                 self._write(step, state, meta, self._session.store)
                 self._succeed(step)
                 return
             except CheckpointError as error:
-                # Other ranks may wait inside the library, so the attempt cannot go on. Nor does it where all later
+                # Other ranks may wait inside the library, so the attempt cannot continue. Nor does it where all later
                 # saves would fail, too: it would train on without checkpoints.
                 if self._write_files is not None or isinstance(error, UnsavableStateError):
                     raise
@@ -202,7 +217,7 @@ class Saver:
         count = f"{len(self._failed)} saves" if len(self._failed) > 1 else "save"
         return f"the last {count} failed: {self._failed[-1]}" if self._failed else None
 
-    def note_resumed(self, newest: int | None) -> None:
+    def note_newest_on_disk(self, newest: int | None) -> None:
         """Note the step of the run's newest checkpoint, if any."""
         self.newest = newest
         self._best_begun = self._best_committed = self._state.best
@@ -210,7 +225,7 @@ class Saver:
         if self.second is not None and newest is not None:
             self.second.copy(self.on_disk.path(newest))
 
-    def finish(self) -> None:
+    def wait_for_mirror(self) -> None:
         """Wait for the copies to the second place. Called at the end of a training, after the last save."""
         if self.second is not None:
             self.second.wait()
@@ -244,7 +259,7 @@ class Saver:
     def _note_progress(self) -> None:
         """Note that a piece of a file was written or read. If the training waits for it, that counts as progress."""
         writing = self._writing  # its thread ends a save that was cancelled, between two pieces
-        if writing is not None and writing.is_here:
+        if writing is not None and writing.in_save_thread:
             writing.refuse_if_cancelled()
         if self._waits:
             self._session.activity.note_progress()
@@ -259,7 +274,7 @@ class Saver:
 
     def _note_failure(self, step: int, error: CheckpointError) -> None:
         self._failed.append(str(error))
-        log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
+        log.error("step %d is not saved; the last checkpoint is kept: %s", step, error)
 
     def _forget_best(self) -> None:
         # The best state so far is in no checkpoint. One that is worse, and better than those that are, must be saved.
@@ -292,13 +307,13 @@ class SaveTimer:
                 attempts = RunDir(self._session.run_dir).attempts()
             except OSError:  # the disk is away: as in a run's first attempt
                 attempts = []
-            waits.append(policy.interval_s(blocked_s, save_s, policy.between_failures_s(attempts)))
+            waits.append(interval_s(blocked_s, save_s, between_failures_s(attempts)))
         if waits:
             self._due_s = time.monotonic() + min(waits)
             self._start()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Put off the timer's request for the block.
 
         The gate hands out one request after the other: a save that waits for the end of an evaluation would keep a stop
@@ -307,9 +322,11 @@ class SaveTimer:
         timer = self._timer
         if timer is not None:
             timer.cancel()
-        yield
-        if timer is not None and timer is self._timer:  # else it has fired just then
-            self._start()
+        try:
+            yield
+        finally:  # a block that fails may be a stop, before which the saves continue
+            if timer is not None and timer is self._timer:  # else it has fired just then
+                self._start()
 
     def cancel(self) -> None:
         """Ask for nothing from here on."""
@@ -325,3 +342,162 @@ class SaveTimer:
     def _ask(self) -> None:
         self._timer = None
         self._session.gate.request(SAVE)
+
+
+#: Presumed before a run has failed: one failure a day and run, which large clusters see with some hundred GPUs.
+PRESUMED_S = 86_400.0
+MAX_OVERHEAD = 0.01
+SHORTEST_S = 10.0
+FAILURES = ("crashed", "hang", "out_of_memory", "node_failure")
+
+
+def interval_s(blocked_s: float, written_s: float, between_failures_s: float) -> float:
+    """Return the seconds from one save to the next.
+
+    Young (1974) and Daly (2006): where a save costs C and failures come every M on average, the least time is lost by
+    saving every sqrt(2 C M). C is the time that the training waits. Saving takes at most 1 % of the time. Writing in
+    the background costs nothing, but must be done before the next save begins.
+    """
+    best = math.sqrt(2 * blocked_s * between_failures_s)
+    return max(best, blocked_s / MAX_OVERHEAD, 2 * written_s, SHORTEST_S)
+
+
+def between_failures_s(attempts: Sequence[AttemptRecord]) -> float:
+    """Return the mean seconds between failures of the attempts. One failure, after a day, is presumed before them."""
+    # A clock that was set back would give an attempt less than no time.
+    seconds = sum(max(0.0, attempt.ended - attempt.started) for attempt in attempts)
+    return (PRESUMED_S + seconds) / (1 + sum(attempt.cause in FAILURES for attempt in attempts))
+
+
+MESH = "strategy.mesh"
+#: Key in a checkpoint's identity: the data set that the order of samples belongs to.
+DATA = "the data set"
+
+
+def identity(config: JobConfig) -> dict[str, Json]:
+    """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``), and the mesh, which may change."""
+    mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
+    return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
+
+
+def saves_asked() -> Collection[int]:
+    """Return the steps after which a run is to be saved besides what its config says, by the brief for a trace."""
+    return frozenset(json.loads(os.environ.get(TRACE_VARIABLE, "{}")).get("saves", ()))
+
+
+def resume_environment(session: Session) -> dict[str, Json]:
+    """Return what a resume needs, besides the run's identity, to reproduce every bit."""
+    if session.device.type != "cpu":
+        processor = accelerator.name_of(session.device)
+    else:
+        try:
+            lines = Path("/proc/cpuinfo").read_text().split("\n")
+            names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+            processor = names[0] if names else platform.machine()
+        except OSError:
+            processor = platform.processor()
+    return {
+        "world size": session.world_size,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": processor,
+    }
+
+
+class Checkpointed(Protocol):
+    """What checkpoints need of a :class:`~toolkit.strategies.protocol.Strategy`, or of a user's own loop."""
+
+    def state(self) -> State: ...
+
+    def on_loaded(self, values: Mapping[str, Json]) -> None: ...
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]: ...
+
+
+class TrainingState:
+    """What one rank saves and restores. Every rank makes the same calls."""
+
+    def __init__(
+        self, session: Session, source: Checkpointed, identity: Mapping[str, Json], best_by: str | None = None
+    ) -> None:
+        self._session = session
+        self.source = source  #: the strategy, or the objects of a user's own loop
+        self._loader: Batches | None = None
+        self._position = f"data/rank{session.rank}"
+        self.identity: dict[str, Json] = dict(identity)
+        self._best_by = best_by  #: the ``keep_best`` metric
+        self.best: float | None = None  #: the best figure so far of that metric; higher is better
+        self._conditions = resume_environment(session)
+
+    @property
+    def meta(self) -> dict[str, Json]:
+        """Return what rank 0 writes down in each checkpoint about the run."""
+        return {"identity": self.identity, "conditions": self._conditions, "best": self.best, "best_by": self._best_by}
+
+    def include(self, loader: Batches) -> None:
+        """Save the position of ``loader`` with the strategy's state, and restore it at a resume.
+
+        Raises ConfigError on all ranks where their data sets differ.
+        """
+        self._loader = loader
+        data = loader.fingerprint()
+        if data is None:
+            return
+        self.identity = {**self.identity, DATA: data}
+        if self._session.world_size == 1 or not dist.is_initialized():
+            return
+        # A rank with fewer samples would later leave the others waiting. A folder that is listed while files arrive, or
+        # a stale copy on a node's own disk, gives ranks different sets. What most ranks have is taken for right.
+        size = int(data.split()[0])  # a fingerprint begins with the number of samples
+        row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=self._session.device)
+        rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
+        usual = Counter(rows).most_common(1)[0][0]
+        others: list[str] = []
+        for rank, (samples, crc) in enumerate(rows):
+            if (samples, crc) != usual:
+                but = ", but others" if samples == usual[0] else ""
+                others.append(f"rank {rank} has {samples} samples{but}")
+        if others:
+            raise ConfigError(
+                f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} samples. "
+                "See that all nodes have the same files (data.root), that none is being written, and that the job's "
+                "order, if it has one, is the same on each rank; then start again"
+            )
+
+    def now(self) -> State:
+        """Return the state as it is, of live tensors."""
+        return {**self.source.state(), **self._place_of_loader()}
+
+    def _place_of_loader(self) -> State:
+        """Return the loader's position, if it is this rank's own."""
+        position = None if self._loader is None else self._loader.state()
+        return {} if position is None else {self._position: PerRank(position)}
+
+    def places(self) -> State | Callable[[Manifest], State]:
+        """Return what is to be filled from a checkpoint, or a function of the checkpoint's manifest that does."""
+        source = self.source
+        if not isinstance(source, LoadsByManifest | RoundBased):
+            return self.now()
+
+        def found(manifest: Manifest) -> State:
+            if isinstance(source, LoadsByManifest):
+                places = source.places(manifest)
+            else:
+                places = source.prepare_load(manifest.step, [*manifest.tensors, *manifest.values])
+            return {**places, **self._place_of_loader()}
+
+        return found
+
+    def restore(self, loaded: Loaded) -> None:
+        """Hand over what was loaded besides the tensors, and restore the loader's position."""
+        self.source.on_loaded({**loaded.values, "step": loaded.step})
+        if self._loader is not None and self._position in loaded.values:
+            self._loader.restore(loaded.values[self._position])
+        self.restore_best(loaded.meta)
+
+    def restore_best(self, meta: Mapping[str, Json]) -> None:
+        """Take over the best figure in a checkpoint's ``meta``, if of the same metric."""
+        best = meta.get("best")
+        # A figure of another metric would keep every worse state from being saved as the best.
+        is_same = meta.get("best_by", self._best_by) == self._best_by
+        self.best = float(best) if is_same and isinstance(best, (int, float)) else None

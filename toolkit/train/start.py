@@ -12,10 +12,10 @@ import torch.distributed as dist
 from toolkit.base import logs, signals
 from toolkit.base.errors import ConfigError, StoppedError
 from toolkit.config import JobConfig
-from toolkit.data.randomness import apply_gpu_settings, prepare
+from toolkit.data.randomness import apply_gpu_settings, seed_for_init
 from toolkit.ranks.session import Session, open_session
 from toolkit.run.rank import script_end
-from toolkit.run.rank.main import joined
+from toolkit.run.rank.main import rank_config
 from toolkit.train.user_loop import TrainingRun
 
 #: Environment variable with the id of the process that has called :func:`start`.
@@ -35,7 +35,7 @@ def join_once(caller: str, name: str | None = None) -> JobConfig:
             "cross-validation, are several runs: toolkit sweep train.py args.fold=0,1,2"
         )
     os.environ[STARTED_VARIABLE] = str(os.getpid())
-    return joined(name)
+    return rank_config(name)
 
 
 def start(name: str | None = None) -> StartedRun:
@@ -69,7 +69,7 @@ def start(name: str | None = None) -> StartedRun:
     cluster = config.cluster
     with ExitStack() as stack:
         session = stack.enter_context(open_session(config.dist, cluster.gpus_per_node, cluster.tasks_per_gpu))
-        prepare(config.train.seed, deterministic=config.train.deterministic)
+        seed_for_init(config.train.seed, deterministic=config.train.deterministic)
         apply_gpu_settings(config.train)
         return StartedRun(config, session, stack.pop_all())
 
@@ -120,14 +120,14 @@ class StartedRun(TrainingRun):
             if self.step == self._total:
                 error = None
             else:
-                log.warning("the script has left before the end of its loop: the run is not marked as completed")
+                log.warning("the script ended before the end of its loop: the run is not marked as completed")
         try:
             self._opened_before.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         except StoppedError as stopped:
             error = stopped
         if isinstance(error, StoppedError):
             log.info("%s", error)
-            signals.end_stopped()
+            signals.chain_to_previous()
             raise SystemExit(error.exit_code) from None
 
     def _finish_unless(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -26,18 +26,18 @@ from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.data.randomness import reseed
+from toolkit.ranks.agreement import STOP
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_by_name, gather_rows
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.ranks.stop import STOP
-from toolkit.train.checkpoints import USER_LOOP, Checkpoints
 from toolkit.train.ddp_buckets import DdpBuckets
-from toolkit.train.engine import NOT_FINITE, LoopEngine, describe_script, hparams_of_script
-from toolkit.train.feed import ROUNDS, Feed, Feeds, Steps, advice_about, seeder
-from toolkit.train.handed_over import Accumulation, PassCounter, bare, is_metric, layers
-from toolkit.train.loss_windows import LossWindow, by_tag, gather_json, number_of
+from toolkit.train.feed import ROUNDS, Feed, Feeds, StepBatches, advice_about, seeder
+from toolkit.train.handed_over import Accumulation, PassCounter, bare, is_metric, wrapper_chain
+from toolkit.train.loop import NOT_FINITE, LoopEngine, hparams_of_script, log_script_config
+from toolkit.train.loss_windows import LossWindow, gather_json, number_of, with_prefix
 from toolkit.train.not_finite import NotFinite
+from toolkit.train.run_checkpoints import USER_LOOP, Checkpoints
 from toolkit.train.same_calls import SameCalls
 from toolkit.train.user_state import UserState
 
@@ -111,7 +111,7 @@ class TrainingRun(LoopEngine):
         self._latest: dict[str, Tensor | float] = {}  #: what a traced step has logged last, by tag
 
     @property
-    def batch(self) -> int:
+    def batch_index(self) -> int:
         """Return the number of the step in progress within its epoch, from 0; also after a resume."""
         return self._at.earlier + self._at.batch
 
@@ -165,17 +165,18 @@ class TrainingRun(LoopEngine):
             )
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
-        self._calls.meet(f"called run.resumable({', '.join(sorted(objects))})")
+        self._calls.monitored_barrier(f"called run.resumable({', '.join(sorted(objects))})")
         self._script_seed = torch.initial_seed()
         state = UserState(objects, self.rank, self.world_size, self.device)
         self._accumulation = state.accumulation
         self._checkpoints = Checkpoints(self.config.checkpoint, self._session, state, {"kind": USER_LOOP})
+        self._saver = self._checkpoints.saver
         if self._open() is not None and self._session.is_main:
-            log.info("filled from the checkpoint: %s; all else in the script begins anew", ", ".join(objects))
+            log.info("filled from the checkpoint: %s; everything else in the script starts anew", ", ".join(objects))
         self._state = state
         # Report each pass as progress, because an evaluation makes no steps.
         models = [value for value in objects.values() if isinstance(value, nn.Module) and not is_metric(bare(value))]
-        for layer in chain.from_iterable(map(layers, models)):
+        for layer in chain.from_iterable(map(wrapper_chain, models)):
             if not isinstance(layer, torch.jit.ScriptModule):
                 layer.register_forward_pre_hook(PassCounter(self._activity.note_progress))
 
@@ -190,7 +191,7 @@ class TrainingRun(LoopEngine):
         every ``train.log_every`` steps. A tensor of one element is read off the device then. Ranks may log different
         names, or nothing. What is logged outside of a step is written before the next epoch, or at the end.
         """
-        numbers = {tag: number_of(tag, value) for tag, value in by_tag(values).items()}
+        numbers = {tag: number_of(tag, value) for tag, value in with_prefix(values).items()}
         self._window.add(numbers)
         if self._trace is not None:
             self._latest |= numbers
@@ -231,7 +232,7 @@ class TrainingRun(LoopEngine):
         finally:
             self._epochs, self._called, self._last = None, 0, None
 
-    def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Steps:
+    def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> StepBatches:
         """Return the batches of the steps still to be made: up to ``total`` steps of the run, or to the epoch's end.
 
         ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between
@@ -249,8 +250,8 @@ class TrainingRun(LoopEngine):
                     f"{where}: run.steps: total={total} counts steps of the whole run, over as many epochs as they "
                     "need: leave it out within run.epochs, and set train.max_steps to end the run earlier"
                 )
-            return Steps(self._steps(loader, total, end, where), lambda: end, lambda: self.step)
-        return Steps(
+            return StepBatches(self._steps(loader, total, end, where), lambda: end, lambda: self.step)
+        return StepBatches(
             self._steps(loader, total, end, where),
             lambda: self._feed(loader).batches_in(self._number),
             lambda: self._at.batch,
@@ -266,8 +267,8 @@ class TrainingRun(LoopEngine):
         self._singles = self._singles + 1 if is_single else 0
         if self._singles == 3:
             raise ConfigError(
-                f"{where}: run.steps was begun anew for each batch, as by next(iter(run.steps(...))), so nothing would "
-                "be saved: go through it by one `for batch in run.steps(...):`"
+                f"{where}: run.steps was started again for each batch, as by next(iter(run.steps(...))), so nothing "
+                "would be saved: go through it by one `for batch in run.steps(...):`"
             )
         self._count_step()  # of an earlier loop that was left by a ``break``
         if not self._enter(loader, by_epochs=total is None):
@@ -318,7 +319,7 @@ class TrainingRun(LoopEngine):
     def _enter(self, loader: Any, *, by_epochs: bool) -> bool:
         """Go to the place of a ``run.steps`` that begins. Return False for one that was over before the checkpoint.
 
-        In an epoch each has a place. A loop with a ``total`` goes on where an earlier one left the same ``loader``.
+        In an epoch each has a place. A loop with a ``total`` continues where an earlier one left the same ``loader``.
         """
         if not by_epochs and self._phases <= self._phase:  # its phase of epochs comes after this
             return False
@@ -375,7 +376,7 @@ class TrainingRun(LoopEngine):
         self._has_logged |= self._window.is_open and (self.world_size == 1 or dist.is_initialized())
         self._meet("come to the end of the run")
         # A loop that was left by a `break` because of a stop is not over.
-        if self._has_left and self._calls.meet("left its loop", has=self._session.gate.pending == STOP):
+        if self._has_left and self._calls.monitored_barrier("left its loop", has=self._session.gate.pending == STOP):
             self._stop()
         if not self.step:
             raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
@@ -391,7 +392,7 @@ class TrainingRun(LoopEngine):
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank. Values are tensors of one shape and type, or what JSON can hold."""
         self._activity.note_progress()
-        self._calls.meet("called run.gather()")
+        self._calls.monitored_barrier("called run.gather()")
         if isinstance(value, Tensor):
             return list(gather_rows(value.detach().to(self.device).contiguous()))
         return gather_json(value, self.device)
@@ -407,9 +408,9 @@ class TrainingRun(LoopEngine):
     def _open(self) -> Loaded | None:
         """Fill the state from the newest good checkpoint, if any, and begin the attempt there."""
         self._not_finite = NotFinite(self.config.train, self._session)
-        loaded = self._resume(partial(describe_script, self.config, self._session.run_dir))
+        loaded = self._resume(partial(log_script_config, self.config, self._session.run_dir))
         if self.config.checkpoint.keep_best is not None:
-            log.warning("checkpoint.keep_best is for jobs with an evaluate(): of this loop the newest checkpoints stay")
+            log.warning("checkpoint.keep_best is for jobs with an evaluate(): the newest checkpoints are kept")
         return loaded
 
     def _mark_completed(self) -> dict[str, Any]:
@@ -428,7 +429,7 @@ class TrainingRun(LoopEngine):
             self._accumulation.end_step()
             if self._trace is not None and self._state is not None:
                 loss = torch.as_tensor(self._latest.get("train/loss", 0.0)) / self.world_size
-                self._trace.take_end(loss, self._state.live(), self._latest, self._state.parts())
+                self._trace.take_end(loss, self._state.live_state(), self._latest, self._state.value_digests())
         super()._count_step()
 
     def _after_step(self) -> bool:
@@ -439,7 +440,7 @@ class TrainingRun(LoopEngine):
             self._is_checked = True
             self._state.check()
         if self._save_asked and not self._save_due:
-            self._calls.meet("called run.save()")
+            self._calls.monitored_barrier("called run.save()")
         self._save_due, self._save_asked = self._save_due or self._save_asked, False
         if self._save_due:
             self._accumulation.warn_of_idle(self.step)
@@ -447,7 +448,7 @@ class TrainingRun(LoopEngine):
 
     def _meet(self, what: str, advice: str = "") -> None:
         """Wait for all ranks to have done ``what``. Write what any of them has logged outside of a step."""
-        if self._calls.meet(what, has=self._has_logged, advice=advice):
+        if self._calls.monitored_barrier(what, has=self._has_logged, advice=advice):
             self._has_logged = False
             self._write()
 
@@ -465,9 +466,9 @@ class TrainingRun(LoopEngine):
 
     def _save_the_end(self) -> None:
         """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""
-        self._checkpoints.saver.await_save(self.step)
-        if self._checkpoints.saver.newest != self.step and not self._save(must=True):
-            self._not_finite.refuse(self.step)
+        self._saver.await_save(self.step)
+        if self._saver.newest != self.step and not self._save(must=True):
+            self._not_finite.raise_error(self.step)
 
     def _may_save(self, *, must: bool) -> bool:
         assert self._state is not None
@@ -499,7 +500,7 @@ class TrainingRun(LoopEngine):
         elif positions and self._session.is_main:
             log.warning(
                 "the ranks of this checkpoint were at different places of their loaders, %s by epoch, place and batch; "
-                "on another number of ranks all go on from the first one's",
+                "on another number of ranks all continue from the first one's",
                 positions,
             )
 

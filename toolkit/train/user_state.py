@@ -40,7 +40,7 @@ log = logs.get(__name__)
 
 MODEL, AVERAGE, OTHERS, BUFFERS, GRADIENTS = "model", "ema", "state", "update/buffers", "gradients"
 GENERATORS = "update/generators"
-#: In :meth:`UserState.parts` a longer list or dictionary is one value, and a longer text a digest.
+#: In :meth:`UserState.value_digests` a longer list or dictionary is one value, and a longer text a digest.
 MOST_PARTS, MOST_LETTERS = 100, 40
 
 
@@ -54,7 +54,7 @@ class HasStateDict(Protocol):
 
 
 class UserState:
-    """The objects that a loop hands over by name; see :class:`~toolkit.train.state.Checkpointed`."""
+    """The objects that a loop hands over by name; see :class:`~toolkit.train.saver.Checkpointed`."""
 
     def __init__(self, objects: Mapping[str, Any], rank: int, world_size: int, device: torch.device) -> None:
         """Sort the objects by kind. Raises ConfigError, by name, for what cannot be saved."""
@@ -110,7 +110,7 @@ class UserState:
         for name, module in modules.items():
             if isinstance(module, AveragedModel):
                 count = module.n_averaged
-                self._others[name] = Other(name, partial(int, count), count.fill_)
+                self._others[name] = PlainObject(name, partial(int, count), count.fill_)
 
     def has(self, thing: object) -> bool:
         """True if ``thing`` was handed over."""
@@ -286,7 +286,7 @@ class UserState:
             entries |= plain_state.entries_of(at, PerRank, None, self._generators[at].filled)
         return entries
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
         for prefix, module in self._modules.items() if self._resized else ():
             of_this = {name.removeprefix(prefix): b for name, b in self._resized.items() if name.startswith(prefix)}
@@ -297,11 +297,11 @@ class UserState:
         buffers = self._named_buffers()
         for name, filled in self._filled_buffers.items():
             buffers[name].copy_(filled)
-        self._frozen.loaded(values)
+        self._frozen.on_loaded(values)
         for extra in self._extra.values():
-            extra.loaded(values)
+            extra.on_loaded(values)
         for name, slots in self._optimizers.items():
-            slots.loaded(values)
+            slots.on_loaded(values)
             if slots.overruled and self._rank == 0:
                 log.warning(
                     "%s: the script now gives it %s, and the checkpoint's values count; to change them, set them after "
@@ -321,7 +321,7 @@ class UserState:
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         return sum_by_name(values, self._device)
 
-    def live(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Tensor]:
         # A frozen one may be infinite by design, as a mask of attention.
         named = self._parameters().items()
         live = {f"{'weights' if each.requires_grad else 'frozen'}/{name}": local(each) for each, name in named}
@@ -329,10 +329,10 @@ class UserState:
             where = prefix.removeprefix(f"{MODEL}/")
             live |= {f"buffers/{where}{name}": local(buffer) for name, buffer in module.named_buffers()}
         for slots in self._optimizers.values():
-            live |= slots.live()
+            live |= slots.live_state()
         return live
 
-    def parts(self) -> dict[str, str]:
+    def value_digests(self) -> dict[str, str]:
         """Return the values in each other object, by their places: ``lr_scheduler.last_epoch``. Long ones are digests.
 
         Loaders are left out: their batches tell where they are.
@@ -353,7 +353,7 @@ class UserState:
         return entries
 
 
-class Other:
+class PlainObject:
     """Any object whose state is a tree of plain values and tensors."""
 
     def __init__(
@@ -466,7 +466,7 @@ def _refill(live: Any, saved: Any) -> None:
         live.extend(saved)
 
 
-def _metric(name: str, metric: nn.Module) -> Other:
+def _metric(name: str, metric: nn.Module) -> PlainObject:
     """Return the metric with its number of updates. That weighs a mean over them, and is not in the state dict."""
     metric.persistent(True)  # type: ignore[operator]  # nn.Module's attributes may be tensors
     parts: dict[str, Any] = {path: m for path, m in metric.named_modules() if hasattr(m, "_update_count")}
@@ -480,23 +480,23 @@ def _metric(name: str, metric: nn.Module) -> Other:
             part._update_count = saved["updates"][path]
             part.to(part.device)  # load_state_dict kept the tensors where they were: in host memory
 
-    return Other(name, get, put)
+    return PlainObject(name, get, put)
 
 
-def _other(name: str, value: Any) -> Other:
+def _other(name: str, value: Any) -> PlainObject:
     """Return how to read the state of ``value`` and put it back. Raises ConfigError where that cannot be done."""
     if is_metric(value):
         return _metric(name, value)
     if isinstance(value, HasStateDict):
-        return Other(name, value.state_dict, value.load_state_dict, is_loader=isinstance(value, Iterable))
+        return PlainObject(name, value.state_dict, value.load_state_dict, is_loader=isinstance(value, Iterable))
     if is_generator(value):
-        return Other(name, partial(randomness.state_of, value), partial(randomness.set_state, value))
+        return PlainObject(name, partial(randomness.state_of, value), partial(randomness.set_state, value))
     if isinstance(value, Tensor):
-        return Other(name, lambda: value, lambda saved: value.detach().copy_(saved))
+        return PlainObject(name, lambda: value, lambda saved: value.detach().copy_(saved))
     if isinstance(value, dict):
-        return Other(name, lambda: dict(value), partial(_refill, value))
+        return PlainObject(name, lambda: dict(value), partial(_refill, value))
     if isinstance(value, list | deque):
-        return Other(name, lambda: list(value), partial(_refill, value))
+        return PlainObject(name, lambda: list(value), partial(_refill, value))
     if value is None or isinstance(value, (bool, int, float, str, tuple)):
         raise ConfigError(
             f"run.resumable: {name} is {value!r}, which cannot be filled in place; put it into a dictionary: "

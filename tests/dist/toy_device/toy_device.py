@@ -4,8 +4,6 @@ It lies on PYTHONPATH with its compiled part and an entry point of the group ``t
 its own import. Nothing in the toolkit knows the name ``toy``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,9 +30,7 @@ def work_on(stream: torch.Stream) -> Iterator[None]:
 def install() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     found = importlib.util.spec_from_file_location("toy_device_ext", Path(__file__).with_name("toy_device_ext.so"))
-    assert found is not None
     native = importlib.util.module_from_spec(found)
-    assert found.loader is not None
     found.loader.exec_module(native)
     torch._register_device_module(NAME, _module(native))
     torch.utils.generate_methods_for_privateuse1_backend()

@@ -1,7 +1,5 @@
 """Ways to damage a file, and values that are odd where another one is expected."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Run a check on many inputs and count the outcomes."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

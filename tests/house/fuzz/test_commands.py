@@ -1,7 +1,5 @@
 """Every command with odd arguments, and in odd environments: documented exit codes, no traceback."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from hypothesis import strategies as st
 
 from tests.house.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, seclude
@@ -57,12 +56,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     # an odd argument must not start a job, leave this process, or reach the network
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **more: Run(run, executor, "7"))
     monkeypatch.setattr(Run, "watch", lambda self: iter(()))
+    # `toolkit serve` would serve for ever.
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: [each.close() for each in sockets])
     monkeypatch.setattr(Run, "wait", lambda self, timeout_s=None: {})
     monkeypatch.setattr(inside_allocation, "enter", lambda make_run: Allocation.slurm(os.environ))
     monkeypatch.setattr(rank, "load", lambda job, folder: SimpleNamespace(main=lambda config: None))
     monkeypatch.setattr(rank, "signals", _Nothing())
     monkeypatch.setattr(rank, "faulthandler", SimpleNamespace(enable=lambda: None))
-    monkeypatch.setattr(rank, "hang", SimpleNamespace(answer=lambda rank: None))
+    monkeypatch.setattr(rank, "hang", SimpleNamespace(install_stack_dump=lambda rank: None))
     monkeypatch.setattr(small, "fetch", lambda name, root: _refuse())
     monkeypatch.setattr(resume_check, "check", lambda *args: _refuse())
     monkeypatch.setattr(doctor, "ask_nodes", lambda *args, **kwargs: _refuse())
@@ -170,7 +171,7 @@ def restored_environment() -> Iterator[None]:
 def test_odd_environments_are_refused_by_the_variable_or_mean_something(world: rundir.RunDir, count: int) -> None:
     odd = st.dictionaries(st.sampled_from(VARIABLES), st.sampled_from(VALUES), min_size=1, max_size=3)
     config = "configs/digits_ddp.yaml"
-    argvs = [["env", "--json"], ["env"], ["status"], ["run", config], ["supervise", config], ["doctor"]]
+    argvs = [["placement", "--json"], ["placement"], ["status"], ["run", config], ["supervise", config], ["doctor"]]
     launches = st.sampled_from([{}, LAUNCH, STEP, TORCHRUN, {**LAUNCH, **TORCHRUN}])
     cases = st.tuples(launches, odd, st.sampled_from(argvs))
     plain = dict(os.environ)

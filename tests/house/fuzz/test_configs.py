@@ -1,7 +1,5 @@
 """Every key of a config with odd values. Each is refused by name, or accepted, written and read back equal."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -38,7 +36,7 @@ WORDS = [
     *("node[1-", "n[1-3]", "n[3-1]", "n1,n2,,", "--wrap", "-x", "=", "==", "a=b", ",", ";", "a;b", "&&"),
     *("x" * 300, "x" * 70_000),
     *("jobs.classify", "jobs.nothing", "jobs", "sys", "os.path", "1.2", "..", ".a", "a."),
-    *("toolkit.nodes.start.foreign", "encodings"),
+    *("toolkit.nodes.start.user_script", "encodings"),
     *("2026-01-01", "2026-01-01T00:00:00Z", "0755", "1.10", "1e5", "docker://x", "x.sqsh", "[" * 300, "{a: " * 200),
 ]
 ODD = st.one_of(

@@ -1,7 +1,5 @@
 """Every file of a run, damaged in every way. Commands name it and hide no other run; no supervisor trains on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -39,11 +37,11 @@ from toolkit.metrics.sinks import JsonlSink
 from toolkit.nodes.agent.die_with_parent import SIGNALS
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import Cause, Decision, RankFailure, Verdict
 from toolkit.run.attempt.journal import Journal
+from toolkit.run.attempt.verdict import Cause, Decision, RankFailure, Verdict
 from toolkit.run.job import nodes
 from toolkit.run.job.nodes import Nodes
-from toolkit.run.records import stop_request
+from toolkit.run.records import user_requests
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 from toolkit.run.supervise.supervisor import Supervisor
@@ -52,7 +50,7 @@ from toolkit.run.supervise.supervisor import Supervisor
 NAMED_BY = {
     "status.json": "status --wide",
     "owner.json": "status --wide",
-    "intent.json": "status --wide",
+    "requests/intent.json": "status --wide",
     "result.json": "status --wide",
     "submitit/submission.json": "status --wide",
     "attempts.jsonl": "why RUN",
@@ -75,7 +73,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     seclude(monkeypatch, tmp_path)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of files
     monkeypatch.setattr(executors, "send", lambda run, config, executor, owner, **more: Run(run, executor, "7"))
-    for number in range(2):  # the other one shows whether commands go on
+    for number in range(2):  # the other one shows whether commands continue
         made = _made(rundir.create("real", tmp_path / "runs"), is_open=number == 1)
     return made
 
@@ -90,7 +88,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
     slow = (Straggler("here", (1,), 1.5, 1.8e9, None),)
     for number in (1, 2):
-        attempt = Attempt(number, 1.8e9, allocation, journal.begin(None), ended=1.8e9 + 60)
+        attempt = Attempt(number, 1.8e9, allocation, journal.start_times(None), ended=1.8e9 + 60)
         attempt.progress = RunProgress(
             step=20 * number,
             step_start=0,
@@ -114,7 +112,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     # an open run has no result: its supervisor died during attempt 2
     if not is_open:
         journal.write_result(attempt, RunState.STOPPED, "stopped by the user", None)
-    run.take_number(1)
+    run.claim_owner_number(1)
     run.write_owner(OwnerRecord(1, "0123", "local", socket.gethostname(), int(GONE), 1.8e9))
     nodes.remember(run, "node9", "sick")
     (run.logs / "supervisor.log").write_text("a line\n")
@@ -171,7 +169,15 @@ def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
         argvs += [["checkpoint", "list", run.id], ["checkpoint", "verify", run.id], ["checkpoint", "diff", run.id]]
         argvs += [["checkpoint", "list", run.id, "--json"], ["checkpoint", "prune", run.id]]
     # these three commands change a run, and read these files only
-    if name in ("config.yaml", "result.json", "submitit/submission.json", "status.json", "intent.json", "owner.json"):
+    read = (
+        "config.yaml",
+        "result.json",
+        "submitit/submission.json",
+        "status.json",
+        "requests/intent.json",
+        "owner.json",
+    )
+    if name in read:
         argvs += [["stop", run.id], ["cancel", run.id], ["resume", run.id]]
     said = {}
     for argv in argvs:
@@ -287,15 +293,15 @@ def quick(change_limits: ChangeLimits) -> Iterator[None]:
 def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged_or_names_the_file(run: RunDir, count: int) -> None:
     """Attempt 2 is left over: its number must not be given again.
 
-    Only a user's request, an end, or a file that it names keeps the run from going on.
+    Only a user's request, an end, or a file that it names keeps the run from continuing.
     """
-    stop_request.ask(run, stop_request.Intent.STOP)
+    user_requests.record_intent(run, user_requests.Intent.STOP)
     stopped = Folder(run.path)
-    stop_request.clear(run)
+    user_requests.clear_intent(run)
     folder = Folder(run.path)
 
     def check(case: Damaged) -> str:
-        (stopped if case.name == "intent.json" else folder).restore()
+        (stopped if case.name == "requests/intent.json" else folder).restore()
         (run.path / case.name).write_bytes(case.content)
         ranks = Ranks(completes)
         try:
@@ -308,7 +314,7 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged_or_names_the_fi
         result = run.result()
         assert result is not None
         assert len(numbers) == len(set(numbers)), f"a number was given twice: {numbers}"
-        if case.name == "intent.json":
+        if case.name == "requests/intent.json":
             assert (code, result.state) in ((75, "stopped"), (1, "cancelled")), f"a stopped run trained: {result}"
             return CLEAR
         assert (code, result.state) == (0, "completed")
@@ -324,9 +330,6 @@ def _refusal(case: Damaged, why: str, ranks: Ranks) -> str:
     assert case.name in why
     assert len(ranks._acts) == 1, f"trained although {why}"
     return NAMED
-
-
-# ------------------------------------------------------------------------------------------------------ a real run
 
 
 @pytest.mark.soak

@@ -1,7 +1,5 @@
 """The order of data in blocks. Every sample once an epoch, few blocks at a time, and a function of the position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -134,8 +132,8 @@ def test_steps_go_through_the_given_epochs_whatever_the_number_of_ranks() -> Non
     ("order", "words"),
     [
         (lambda epoch: [0, 10], r"order\(0\) of the job goes from 0 to 10, and the data set has 10 samples"),
-        (lambda epoch: [0.5], r"order\(0\) of the job is no list of indices"),
-        (lambda epoch: [], r"order\(0\) of the job is no list of indices"),
+        (lambda epoch: [0.5], r"order\(0\) of the job is not a list of indices"),
+        (lambda epoch: [], r"order\(0\) of the job is not a list of indices"),
         (lambda epoch: [0] * (4 + epoch), r"order\(1\) of the job has 5 samples, and order\(0\) 4"),
     ],
 )

@@ -7,6 +7,7 @@ import hashlib
 import io
 import pickle
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,11 +22,11 @@ from torch.nn import functional
 
 from toolkit.base.errors import ConfigError, DataMissingError, RequestError
 from toolkit.cli.commands import data
-from toolkit.config import DataConfig, catalog, load_config, validate
+from toolkit.config import DataConfig, dataset_catalog, load_config, validate
 from toolkit.data.datasets import Datasets, build_datasets
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.files import origin
-from toolkit.plugins.formats.images.catalog import fetch_command, files_of
+from toolkit.plugins.formats.dataset_catalog import fetch_command, files_of
 from toolkit.ranks.batch import Batch, Share
 from toolkit.train import initial as weights
 
@@ -164,21 +165,25 @@ def test_a_picture_that_cannot_be_read_is_named_by_its_path(tmp_path: Path, cont
     path = tmp_path / "train/cat/one.png"
     path.write_bytes(path.read_bytes()[:3000] if content is None else content)
     sets = build_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
-    with pytest.raises(OSError, match=f"{path} is no whole picture"):
+    with pytest.raises(OSError, match=f"{path} is not a complete image"):
         cast(Any, sets.train)[0]
 
 
-def test_cifar10_augmentation_crops_and_mirrors_whatever_the_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["cifar10", "image_folder"])
+def test_augmentation_depends_on_the_position_alone_and_not_on_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    write_cifar10(tmp_path, monkeypatch)
-    sets = build_datasets(DataConfig(name="cifar10", root=str(tmp_path), augment=True))
-    plain = build_datasets(DataConfig(name="cifar10", root=str(tmp_path)))
-    inline, worked = first_batch(sets), first_batch(sets, workers=1)
+    if name == "cifar10":
+        write_cifar10(tmp_path, monkeypatch)
+    else:
+        write_image_folder(tmp_path)
+    config = DataConfig(name=name, root=str(tmp_path), image_size=None if name == "cifar10" else 28)
+    sets, plain = (build_datasets(replace(config, augment=augment)) for augment in (True, False))
+    inline, worked, still = first_batch(sets), first_batch(sets, workers=1), first_batch(plain)
     assert torch.equal(inline.inputs, worked.inputs)
-    assert torch.equal(inline.targets, first_batch(plain).targets)
-    assert not torch.equal(inline.inputs, first_batch(plain).inputs)
-    assert inline.inputs.shape == (4, 3, 32, 32)
+    assert torch.equal(inline.targets, still.targets)
+    assert not torch.equal(inline.inputs, still.inputs)
+    assert inline.inputs.shape == (4, *sets.sample_shape)
 
 
 def test_an_image_folder_is_read_and_cut_to_size(tmp_path: Path) -> None:
@@ -196,15 +201,6 @@ def test_evaluation_images_are_normalised_centre_crops(tmp_path: Path) -> None:
     pixels = torch.from_numpy(images_of(20, 32, 32, 3)[2:30, 2:30]).permute(2, 0, 1) / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     torch.testing.assert_close(cast(Samples, sets.eval)[0][0], (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1))
-
-
-def test_image_folder_augmentation_depends_on_the_position_alone(tmp_path: Path) -> None:
-    write_image_folder(tmp_path)
-    sets = build_datasets(DataConfig(name="image_folder", root=str(tmp_path), image_size=28, augment=True))
-    plain = build_datasets(DataConfig(name="image_folder", root=str(tmp_path), image_size=28))
-    inline, worked = first_batch(sets), first_batch(sets, workers=1)
-    assert torch.equal(inline.inputs, worked.inputs)
-    assert not torch.equal(inline.inputs, first_batch(plain).inputs)
 
 
 def test_what_comes_in_at_the_edge_of_a_shifted_image_is_black(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +304,7 @@ def test_fetch_says_where_nothing_is_to_be_fetched(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
 def test_a_missing_data_set_is_refused_with_the_command_that_fetches_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataMissingError) as caught:
-        catalog.check_datasets(DataConfig(name=name, root=str(tmp_path)))
+        dataset_catalog.check_datasets(DataConfig(name=name, root=str(tmp_path)))
     assert str(caught.value).startswith("data.root: ")
     assert f"\n    toolkit data fetch {name} --root {tmp_path}\n" in str(caught.value)
     assert "login node" in str(caught.value)
@@ -322,25 +318,25 @@ def test_one_missing_file_is_named(tmp_path: Path) -> None:
     for path in files_of("mnist", tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    catalog.check_datasets(DataConfig(name="mnist", root=str(tmp_path)))
+    dataset_catalog.check_datasets(DataConfig(name="mnist", root=str(tmp_path)))
     gone = tmp_path / "MNIST/raw/t10k-labels-idx1-ubyte"
     gone.unlink()
     with pytest.raises(DataMissingError, match=str(gone)):
-        catalog.check_datasets(DataConfig(name="mnist", root=str(tmp_path)))
+        dataset_catalog.check_datasets(DataConfig(name="mnist", root=str(tmp_path)))
 
 
 def test_an_image_folder_without_classes_is_told_its_layout(tmp_path: Path) -> None:
     with pytest.raises(DataMissingError, match=f"{tmp_path}/train/CLASS/IMAGE"):
-        catalog.check_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
+        dataset_catalog.check_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
 
 
 def test_image_folders_whose_classes_differ_are_refused(tmp_path: Path) -> None:
     for folder in ("train/cat", "train/dog", "val/dog"):
         (tmp_path / folder).mkdir(parents=True)
     with pytest.raises(DataMissingError, match="not in both: cat"):
-        catalog.check_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
+        dataset_catalog.check_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
     (tmp_path / "val/cat").mkdir()
-    catalog.check_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
+    dataset_catalog.check_datasets(DataConfig(name="image_folder", root=str(tmp_path)))
 
 
 def test_a_missing_data_set_says_where_its_folder_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 The reference is built from torchvision's older classes as published.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools
@@ -26,9 +24,8 @@ from torchvision.models import ResNet50_Weights
 from torchvision.transforms.functional import InterpolationMode
 
 import toolkit
-from tests.pages import ROOT
 from toolkit.base.errors import ConfigError
-from toolkit.config import DataConfig, ImageConfig, JobConfig, load_config, validate
+from toolkit.config import DataConfig, ImageConfig, JobConfig, validate
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader
 from toolkit.data.randomness import seed_sample
@@ -82,7 +79,7 @@ def differences(
     theirs, found = reference(policy, 0.5, interpolation, on_tensors=on_tensors), []
     with Image.open(root / "train/cat/0.jpg") as image:
         opened = image.convert("RGB")
-    for position, (batched, index) in enumerate(zip(loader.at(0).inputs, loader.samples(0), strict=True)):
+    for position, (batched, index) in enumerate(zip(loader.at(0).inputs, loader.sample_indices(0), strict=True)):
         seed_sample(0, position)
         expected = theirs(opened)
         if position == 0:
@@ -127,7 +124,6 @@ def test_evaluated_images_are_those_of_torchvisions_weights(tmp_path: Path, phot
         expected = theirs(image.convert("RGB"))
     assert torch.allclose(sets.eval[0][0], expected, atol=1e-5)  # type: ignore[index]
     assert sets.train[0][0].shape == (3, 176, 176)  # type: ignore[index]
-    assert sets.pictures is not None
     assert torch.equal(sets.pictures.read(tmp_path / "val/cat/0.jpg"), sets.eval[0][0])  # type: ignore[index]
 
 
@@ -151,7 +147,7 @@ def test_erasing_follows_its_probability(photograph: Image.Image, tmp_path: Path
             DataConfig("image_folder", augment=True, images=ImageConfig("augmix", interpolation="bicubic")),
             r"data\.images\.interpolation: .*augmix",
         ),
-        (DataConfig(repeats=2, split="blocks"), r"data\.repeats: does not go with data\.split"),
+        (DataConfig(augment_repeats=2, partition="blocks"), r"data\.augment_repeats: does not go with data\.partition"),
     ],
 )
 def test_keys_that_change_nothing_or_do_not_fit_are_refused(data: DataConfig, words: str) -> None:
@@ -215,15 +211,6 @@ def test_memory_of_the_rank_and_its_worker_is_flat_over_five_epochs(tmp_path: Pa
     assert sizes[4] - sizes[1] < 6, sizes
 
 
-def test_the_recipe_is_valid_with_a_folder_of_images(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-    validate(load_config(ROOT / "configs/imagenet_resnet50.yaml", [f"data.root={tmp_path}"], site=False))
-
-
-# ------------------------------------------------------------------------------------- decoded images in shared memory
-
-
 def picture(number: int, height: int = 20) -> Tensor:
     return torch.full((height, 30, 3), number, dtype=torch.uint8)
 
@@ -239,7 +226,7 @@ def in_a_child(work: Callable[[], object]) -> None:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> state_memory.NodeFiles:
     files = state_memory.NodeFiles()
-    monkeypatch.setenv(state_memory.PIXELS, files.pixels)
+    monkeypatch.setenv(state_memory.PIXEL_FILE, files.pixel_file)
     return files
 
 
@@ -296,9 +283,6 @@ def test_the_second_epoch_has_the_same_pixels_and_needs_no_file(tmp_path: Path, 
             path.write_bytes(b"")
         _, found = epochs(ImageConfig(cache_gb=0.01), 2)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------- mixup and cutmix
 
 
 CLASSES, SIZE = 7, 12

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random
@@ -60,7 +58,7 @@ def test_samples_of_a_stream_have_the_positions_and_seeds_of_an_indexed_data_set
     source = loader()
     for step, (inputs, _, positions, count) in enumerate(undisturbed):
         part = indexed._sampler.at(step)
-        assert positions == part.positions().tolist() == source.samples(step)
+        assert positions == part.positions().tolist() == source.sample_indices(step)
         assert count == 10
         for row, position in zip(inputs, positions, strict=True):
             seed_sample(3, position)
@@ -177,7 +175,7 @@ def test_a_rank_that_has_no_share_gets_none_and_saves_that() -> None:
         raise AssertionError("it has no stream")
 
     source = loader(never, share=Share(0, 0))
-    assert (source.at(0), source.at(1), source.samples(1)) == (None, None, [])
+    assert (source.at(0), source.at(1), source.sample_indices(1)) == (None, None, [])
     again = loader(never, share=Share(0, 0))
     again.restore(source.state())
     assert again.at(2) is None
@@ -187,15 +185,13 @@ def test_the_config_says_how_streams_are_read() -> None:
     config = DataConfig(global_batch_size=10)
     built: Batches = Streams(Lines, 24).loader_of_share(config, SHARE, seed=3, device="meta")
     assert (built.dataset_size, built.global_batch_size, built.max_bad_samples) == (24, 10, None)
-    batch = built.at(0)
-    assert batch is not None
-    assert batch.inputs.device.type == "meta"
+    assert built.at(0).inputs.device.type == "meta"
     config.bad_samples = "skip"
     with pytest.raises(ConfigError, match=r"data.bad_samples: skip needs a data set with an index"):
         Streams(Lines, 24).loader_of_share(config, SHARE, seed=3)
 
 
-@pytest.mark.parametrize("more", [{"split": "hash"}, {"share": "auto"}])
+@pytest.mark.parametrize("more", [{"partition": "hash"}, {"balance": "auto"}])
 def test_streams_keep_their_shares(more: Any) -> None:
     with pytest.raises(ConfigError, match="a stream of its own"):
         Streams(lambda *_: cast(Any, None), 9).loader_of_share(DataConfig(**more), Share(0, 1), seed=0)

@@ -1,7 +1,5 @@
 """Texts as tokens, and windows of tokens. The oracles are plain Python and the package `tokenizers` itself."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,10 +11,10 @@ import pytest
 import torch
 
 from toolkit.base.errors import ConfigError, DamagedFileError, DataMissingError, RequestError
-from toolkit.config import DataConfig, catalog
+from toolkit.config import DataConfig, dataset_catalog
 from toolkit.data.datasets import build_datasets
+from toolkit.plugins.formats.dataset_catalog import text_files
 from toolkit.plugins.formats.tokens import writer
-from toolkit.plugins.formats.tokens.catalog import text_files
 from toolkit.plugins.formats.tokens.folder import Tokens
 from toolkit.plugins.formats.tokens.windows import NO_TARGET, TokenWindows, load_tokens
 from toolkit.plugins.formats.tokens.writer import Encoder, tokenize
@@ -47,9 +45,6 @@ def bytes_of(texts: list[str]) -> list[int]:
     return list(b"".join(text.encode() + b"\0" for text in texts))
 
 
-# ----------------------------------------------------------------------------------------------------- tokenize
-
-
 def test_tokens_are_the_texts_each_with_its_end_whatever_the_shards(lines: Path, tmp_path: Path) -> None:
     for size in (1, 50, 10**6):
         tokenize([str(lines)], tmp_path / str(size), BYTES, shard_tokens=size)
@@ -75,8 +70,8 @@ def test_a_tokenizer_gives_the_ids_that_the_package_gives(lines: Path, tmp_path:
     expected = [id for text in TEXTS for id in [*theirs.encode(text).ids, theirs.token_to_id("</s>")]]
     assert tokens.read(0, len(tokens)).tolist() == expected
     assert tokens.index.vocabulary == theirs.get_vocab_size()
-    assert tokens.text(tokens.read(0, 3)) == theirs.decode(expected[:3])
-    assert tokens.ids(TEXTS[1]) == theirs.encode(TEXTS[1]).ids
+    assert tokens.decode(tokens.read(0, 3)) == theirs.decode(expected[:3])
+    assert tokens.encode(TEXTS[1]) == theirs.encode(TEXTS[1]).ids
     with pytest.raises(RequestError, match=r"--end: .*<pad> is not in the vocabulary"):
         Encoder(tmp_path / "tokenizer.json", "<pad>")
 
@@ -96,10 +91,10 @@ def test_a_text_with_a_part_that_is_no_token_is_refused(kind: str, unknown: str 
     (tmp_path / "a.txt").write_text("a b a")
     tokenize([str(tmp_path / "a.txt")], tmp_path / "out", Encoder(tmp_path / "tokenizer.json", None))
     tokens = Tokens(tmp_path / "out")
-    assert tokens.ids(" b\na ") == [3, 2]
+    assert tokens.encode(" b\na ") == [3, 2]
     for text, says in (("a ß b", "'a ß b': the run's tokenizer has no tokens for a part"), (" ", "' ' has no tokens")):
         with pytest.raises(RequestError, match=says):
-            tokens.ids(text)
+            tokens.encode(text)
 
 
 KILLED = """
@@ -163,10 +158,10 @@ def test_an_output_below_an_input_is_no_text_of_it(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.txt", b"fine \xff", "a.txt is no text in UTF-8: byte 5 is 0xff"),
+        ("a.txt", b"fine \xff", "a.txt is not UTF-8 text: byte 5 is 0xff"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, the line at byte 14 has no 'text'; see --field"),
-        ("a.jsonl", b'{"text": 5}\n', "'text' is no text but a int"),
-        ("a.jsonl", b"[1]\n", "the line at byte 0 is no JSON object"),
+        ("a.jsonl", b'{"text": 5}\n', "'text' is not text but a int"),
+        ("a.jsonl", b"[1]\n", "the line at byte 0 is not a JSON object"),
         ("a.txt", b"", "there is no document to tokenize"),
     ],
 )
@@ -190,9 +185,6 @@ def test_a_damaged_folder_is_refused_by_its_file(lines: Path, tmp_path: Path) ->
     (out / "index.json").write_text("{")
     with pytest.raises(DamagedFileError, match=r"index.json"):
         Tokens(out)
-
-
-# ------------------------------------------------------------------------------------------------------ windows
 
 
 def test_held_out_windows_are_evenly_spaced_and_no_other_window_meets_them(packed: Tokens) -> None:
@@ -247,9 +239,6 @@ def test_text_too_short_for_two_windows_is_refused_with_its_size(tmp_path: Path)
         TokenWindows(Tokens(tmp_path / "out"), 4, held_out=False)
 
 
-# ------------------------------------------------------------------------------------------------- from a config
-
-
 def make_files(root: Path) -> None:
     for name, content in {"b.txt": b"two", "a/z.md": b"one", ".git/x": b"hidden", ".hidden": b"too"}.items():
         path = root / name
@@ -279,7 +268,7 @@ def test_without_a_root_the_text_is_the_standard_library_without_what_was_instal
 )
 def test_a_root_without_text_is_refused_before_anything_is_queued(name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(DataMissingError, match=says):
-        catalog.check_datasets(DataConfig(name=name, root=str(tmp_path)))
+        dataset_catalog.check_datasets(DataConfig(name=name, root=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["text", "tokens"])

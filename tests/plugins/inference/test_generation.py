@@ -1,7 +1,5 @@
 """`toolkit generate` beside transformers' own generate, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -23,8 +21,7 @@ from tests.process_limits import ChangeLimits
 from tests.unit.checkpoint.ranks import blank
 from toolkit import config as configs
 from toolkit.base.errors import EXIT_FAILED, EXIT_REQUEST, JobFailedError
-from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.folder import CheckpointFolder, Keep
 from toolkit.checkpoint.writer import save
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
@@ -143,10 +140,10 @@ def test_what_a_terminal_takes_for_a_command_is_escaped(
         ),
         (["abc", "--max-tokens", "22"], "'abc' has 3 tokens, which with 22 more are over the 24"),
         (["a", ""], "'' has no tokens; give a text that is not empty"),
-        (["a", "--max-tokens", "0"], "--max-tokens 0: 1 or more"),
-        (["a", "--top-k", "0"], "--top-k 0: 1 or more"),
-        (["a", "--temperature", "nan"], "--temperature nan: 0 or more"),
-        (["a", "--seed", "-1"], "--seed -1: 0 or more"),
+        (["a", "--max-tokens", "0"], "--max-tokens: 0 is out of range; must be 1 or more"),
+        (["a", "--top-k", "0"], "--top-k: 0 is out of range; must be 1 or more"),
+        (["a", "--temperature", "nan"], "--temperature: nan is out of range; must be 0 or more"),
+        (["a", "--seed", "-1"], "--seed: -1 is out of range; must be 0 or more"),
         (["a", "--checkpoint", "9"], "no checkpoint of step 9; there are: 7"),
         ([], "there is no text on the standard input"),
     ],

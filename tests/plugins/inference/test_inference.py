@@ -1,7 +1,5 @@
 """`toolkit evaluate` and `toolkit export` of runs with known weights, beside torch, PIL and numpy."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -29,8 +27,7 @@ from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, JobFailedError, RequestError
 from toolkit.base.trust import TRUST_VARIABLE
-from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.folder import CheckpointFolder, Keep
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.config import DataConfig, load_config
@@ -38,18 +35,17 @@ from toolkit.data.datasets import build_datasets
 from toolkit.files import origin, rundir
 from toolkit.files.rundir import RunDir
 from toolkit.metrics.sinks import FanOut, JsonlSink, TensorBoardSink
-from toolkit.plugins.inference import program
+from toolkit.plugins.inference import exported_program
 from toolkit.plugins.inference import trained_model as inference
-from toolkit.plugins.inference.trained import page
+from toolkit.plugins.inference.evaluate_and_export import format_text
 from toolkit.plugins.inference.trained_model import OneProcess
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.state import Json, Replicated, Sharded
-from toolkit.strategies.objective import Loss, Measure, Rows
+from toolkit.strategies.objective import Gathered, Loss, Measure
 from toolkit.strategies.protocol import Strategy
 from toolkit.train import initial as checkpoint_weights
-from toolkit.train import run_job
 from toolkit.train.evaluate import evaluate
-from toolkit.train.job import Job
+from toolkit.train.job import Job, Training, evaluation
 
 ROOT = Path(__file__).parents[3]
 STEPS = (10, 20, 30)
@@ -196,7 +192,7 @@ def test_the_name_of_an_image_need_not_be_utf8(run: RunDir, tmp_path: Path, capf
         (["evaluate", "digits", "--images", "nowhere"], "no such folder"),
         (["evaluate", "digits", "--images", "sbatch"], "holds no images"),
         (["evaluate", "digits", "--output", "x.csv"], "must end in .json"),
-        (["export", "digits", "docs"], "is there already"),
+        (["export", "digits", "docs"], "already exists"),
     ],
 )
 def test_a_wrong_request_is_refused_with_what_to_do(run: RunDir, argv: list[str], words: str, command: Command) -> None:
@@ -224,9 +220,6 @@ def test_another_model_than_the_configs_is_refused_by_its_tensors(run: RunDir, c
     run.config.write_text(run.config.read_text().replace("name: lenet", "name: mlp"))
     err = command.ends(EXIT_FAILED, "evaluate", run.id).err
     assert "another model than the run's config makes; not in the file" in err
-
-
-# ------------------------------------------------------------------------------------------------------------ export
 
 
 def test_an_exported_program_gives_the_models_outputs(run: RunDir, tmp_path: Path, command: Command) -> None:
@@ -276,7 +269,7 @@ def test_batch_statistics_and_dropout_are_those_of_the_evaluation(tmp_path: Path
     model = Regularised()
     model(torch.randn(20, 4))  # so that the running statistics are others than a batch's
     model.eval()
-    trial = program.write_program(model, torch.randn(8, 4), tmp_path / "model.pt2")
+    trial = exported_program.write_program(model, torch.randn(8, 4), tmp_path / "model.pt2")
     assert (trial.batch_sizes, trial.largest_difference) == ((8, 7, 1), 0.0)
     assert (tmp_path / "model.pt2").stat().st_mode & 0o077 == 0
     inputs = torch.randn(33, 4)
@@ -292,13 +285,15 @@ class Masked(nn.Module):
 
 
 def test_outputs_may_be_nested_infinite_and_true_or_false(tmp_path: Path) -> None:
-    trial = program.write_program(Masked().eval(), torch.randn(8, 4), tmp_path / "model.pt2")
+    trial = exported_program.write_program(Masked().eval(), torch.randn(8, 4), tmp_path / "model.pt2")
     assert (trial.largest_difference, 0 < trial.bound < 1e-3) == (0.0, True)
 
 
 def test_a_nan_in_any_batch_makes_the_difference_nan() -> None:
     """`max()` of Python leaves out a NaN that is not the first."""
-    trial = program._tried(nn.Identity(), lambda x: x if len(x) == 8 else x * torch.nan, torch.ones(8, 4), 1e-5)
+    trial = exported_program._tried(
+        nn.Identity(), lambda x: x if len(x) == 8 else x * torch.nan, torch.ones(8, 4), 1e-5
+    )
     assert not trial.largest_difference <= trial.bound
 
 
@@ -313,7 +308,7 @@ def test_a_nan_in_any_batch_makes_the_difference_nan() -> None:
 )
 def test_what_is_no_program_is_refused_and_leaves_no_file(model: nn.Module, words: str, tmp_path: Path) -> None:
     with pytest.raises(JobFailedError, match=words):
-        program.write_program(model.eval(), torch.randn(8, 4), tmp_path / "model.pt2")
+        exported_program.write_program(model.eval(), torch.randn(8, 4), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -323,7 +318,7 @@ def test_the_weights_are_written_all_the_same(
     def refuse(*args: Any) -> None:
         raise JobFailedError("torch.export cannot take this model")
 
-    monkeypatch.setattr(program, "write_program", refuse)
+    monkeypatch.setattr(exported_program, "write_program", refuse)
     assert "has what was written before that" in command.ends(EXIT_FAILED, "export", run.id, str(tmp_path / "both")).err
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["model.json", "model.safetensors"]
     assert json.loads((tmp_path / "both/model.json").read_text())["program"] is None
@@ -358,9 +353,6 @@ def test_a_job_by_path_is_imported_with_its_neighbours_and_params_from_the_sourc
     config = configs.load_config(run.config, site=False)
     job_of_run: Any = inference._job_of(run, config, run.path, torch.device("cpu"))
     assert job_of_run.model() == (3, 5)
-
-
-# --------------------------------------------------------------------------------------------- other users' runs
 
 
 @pytest.fixture
@@ -497,11 +489,8 @@ def test_a_compiled_program_that_computes_something_else_is_refused(
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda *_, package_path: Path(package_path).touch())
     monkeypatch.setattr("torch._inductor.aoti_load_package", lambda path: lambda inputs: model(inputs) + 1)
     with pytest.raises(JobFailedError, match="the exported program is not the model: outputs differ by up to 1"):
-        program.compile_program(model, torch.ones(2, 2), tmp_path / "model.pt2", path)
+        exported_program.compile_program(model, torch.ones(2, 2), tmp_path / "model.pt2", path)
     assert not path.exists()
-
-
-# -------------------------------------------------------------------------------------------- figures of an evaluation
 
 
 VALUES = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
@@ -549,7 +538,7 @@ def test_rows_that_not_every_rank_has_are_refused_with_the_rank_and_its_names(na
     """Before, another name was a KeyError, and the rows of a rank without any were left out."""
 
     def measure(model: Any, batch: Batch) -> dict[str, Any]:
-        return {"loss": batch.data} | {name: Rows(batch.data) for name in here}
+        return {"loss": batch.data} | {name: Gathered(batch.data) for name in here}
 
     here: tuple[str, ...] = ("scores", "classes")
     others = OneOfThree({})
@@ -569,19 +558,18 @@ def test_a_mean_over_some_samples_is_nan_where_there_are_none_at_all() -> None:
         return {"some": some, "none": none} if above.all() else {"none": none, "some": some}
 
     figures = figures_of(measure)
-    assert figures is not None
     assert figures["some"] == 1.0
     assert math.isnan(figures["none"])
 
 
 def test_an_eval_set_with_fewer_samples_than_ranks_is_refused_before_the_training() -> None:
     with pytest.raises(ConfigError, match="eval_set\\(\\) has 1 samples, fewer than the 2 ranks; use"):
-        run_job.evaluation(cast(Any, None), VALUES[:1], ranks=2)
+        evaluation(cast(Any, None), VALUES[:1], ranks=2)
 
 
 def test_an_evaluation_whose_summary_has_no_figures_is_printed() -> None:
     found = {"step": 7, "name": "digits", "run": "20260101", "weights": "raw", "device": "cpu"}
-    assert page({**found, "metrics": {}, "recorded": {}}) == "step 7 of digits/20260101, weights: raw, on cpu"
+    assert format_text({**found, "metrics": {}, "recorded": {}}) == "step 7 of digits/20260101, weights: raw, on cpu"
 
 
 class Showing(Job):
@@ -600,7 +588,7 @@ def shown(folder: Path) -> tuple[Showing, list[dict[str, Any]]]:
     job = Showing(load_config(None, site=False), None, folder, torch.device("cpu"))
     sink = FanOut([TensorBoardSink(folder), JsonlSink(folder / "metrics.jsonl", None)])
     trainer = SimpleNamespace(fit=lambda evaluate, describe, show, hooks: show(sink, 7))
-    run_job.Training(job, cast(Strategy, Alone()), cast(Any, trainer), lambda sink: None, sink.close).fit()
+    Training(job, cast(Strategy, Alone()), cast(Any, trainer), lambda sink: None, sink.close).fit()
     sink.close()
     return job, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -1,7 +1,5 @@
 """The adapters' names need their libraries, and an error names the missing one."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints in ranks' memory. The ranks are threads around torch's HashStore, the files memfds of this process."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -19,13 +17,13 @@ from tests.unit.checkpoint.ranks import on_ranks
 from tests.unit.checkpoint.test_page_locked import Cuda, cuda  # noqa: F401
 from toolkit.base import this_node
 from toolkit.checkpoint.manifest import CorruptCheckpointError
-from toolkit.checkpoint.policy import MAX_OVERHEAD
 from toolkit.checkpoint.reader import Loaded
 from toolkit.nodes.agent.state_memory import NodeFiles, paths_of
-from toolkit.plugins.memory.copies import CopyClock, Memory, steps_between_copies
-from toolkit.plugins.memory.files import MemoryFile, MemorySlot, Role
+from toolkit.plugins.memory.copies import CopyClock, PeerMemory, steps_between_copies
+from toolkit.plugins.memory.files import MemoryFile, MemorySlot, PartWriter, Role
 from toolkit.plugins.memory.load import MemoryReport, Receiver, RestorePlan, Sender, Transfer, plan_restore
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
+from toolkit.train.saver import MAX_OVERHEAD
 
 #: How many ranks each node has.
 ONE_NODE, TWO_NODES, FOUR_RANKS = (2,), (1, 1), (2, 2)
@@ -62,9 +60,9 @@ class Nodes:
         node, local_rank = places[rank]
         return MemorySlot(rank, self.world_size, local_rank, self.sizes[node], self.held[node])
 
-    def memory(self, rank: int) -> Memory:
+    def memory(self, rank: int) -> PeerMemory:
         """Return the copies as a rank that has just started sees them."""
-        return Memory(self.slot(rank), self.attempt, "127.0.0.1" if len(self.sizes) > 1 else None)
+        return PeerMemory(self.slot(rank), self.attempt, "127.0.0.1" if len(self.sizes) > 1 else None)
 
     def run(
         self, steps: Mapping[int, Sequence[int]] | Sequence[int] = (), newer_than: int | None = None
@@ -152,7 +150,7 @@ def test_the_newest_step_that_all_have_counts(nodes: Nodes) -> None:
 
 def test_a_rank_that_dies_while_it_writes_has_the_step_before(nodes: Nodes) -> None:
     nodes.run([5, 6])
-    nodes.memory(1)._files.own.next.open(4096)
+    nodes.memory(1)._files.own.next.allocate(4096)
     assert nodes.loads() == [6, 6]
 
 
@@ -219,16 +217,13 @@ def test_empty_files_hold_nothing(nodes: Nodes) -> None:
 
 
 def test_what_changes_after_the_copy_is_not_in_it(nodes: Nodes) -> None:
-    """The digests are computed while the training goes on."""
+    """The digests are computed while the training continues."""
     for rank in range(2):
         written, live = nodes.memory(rank), state(rank, 7.0, 2)
         written.write(7, live, {"reached": 7})
         live["weights"].value.zero_()
         written.close()
     assert nodes.loads() == [7, 7]
-
-
-# ------------------------------------------------------------------------------------------------------- lost nodes
 
 
 @on(TWO_NODES, FOUR_RANKS, (1, 1, 1, 1))
@@ -278,7 +273,7 @@ def test_a_partners_torn_copy_is_none(nodes: Nodes) -> None:
     nodes.run([5, 6])
     torn = nodes.memory(1)._files.partner
     torn.turn()  # to the newest
-    torn.next.open(4096)  # rank 0 died while it sent
+    torn.next.allocate(4096)  # rank 0 died while it sent
     nodes.lose(0)
     assert nodes.loads() == [5, 5]
 
@@ -294,6 +289,22 @@ def test_a_partners_damaged_copy_is_used_by_none(nodes: Nodes) -> None:
 
 
 @on(TWO_NODES)
+def test_a_copy_that_fails_is_named_with_its_step_and_the_one_before_is_loaded(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seal = PartWriter.seal
+
+    def fails(part: PartWriter) -> None:
+        if json.loads(part._about)["step"] == 7:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        seal(part)
+
+    monkeypatch.setattr(PartWriter, "seal", fails)
+    nodes.run([6, 7])
+    assert "the state after step 7 is not complete in the node's memory: RuntimeError('CUDA error" in caplog.text
+    assert nodes.loads() == [6] * nodes.world_size
+
+
 def test_a_partner_that_is_gone_costs_a_line_in_the_log(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -335,9 +346,6 @@ def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
     stranger.close()
     receiver.close()
     assert nodes.loads() == [6, 6]
-
-
-# --------------------------------------------------------------------------------------------------- what is agreed
 
 
 def held(node: int, *parts: tuple[int, int | None], size: int = 1) -> MemoryReport:
@@ -384,7 +392,7 @@ def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCapt
     environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
     def body(rank: int, kv: HashStore) -> bool:
-        own = Memory.from_environment(rank, 2, 1, environ) if rank else nodes.memory(rank)
+        own = PeerMemory.from_environment(rank, 2, 1, environ) if rank else nodes.memory(rank)
         assert own.load(state(rank, 0.0, 2), kv, None) is None
         own.close()
         return own.is_usable
@@ -394,11 +402,8 @@ def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCapt
     assert "memory_every_steps is not used: no files for rank 1" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------------------ room
-
-
 def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(this_node, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(this_node, "available_memory_bytes", lambda: 1000)
     text = nodes.memory(0).shortage(state(0, 1.0, 2))
     assert text is not None
     assert "take 0.0 GB more of this node's memory (2 x 0.0 and 2 x 2 x 0.0)" in text
@@ -407,14 +412,14 @@ def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch:
 
 def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     large: State = {"weights": Replicated(torch.ones(1 << 18)), "own/rank0": PerRank(torch.ones(1 << 18))}
-    monkeypatch.setattr(this_node, "available_bytes", lambda: 7 << 20)
+    monkeypatch.setattr(this_node, "available_memory_bytes", lambda: 7 << 20)
     assert nodes.memory(0).shortage(large) is None
     own = nodes.memory(0)
     for step in (1, 2):
         own.wait()
         own.write(step, large, {})
     own.wait()
-    monkeypatch.setattr(this_node, "available_bytes", lambda: 3 << 20)
+    monkeypatch.setattr(this_node, "available_memory_bytes", lambda: 3 << 20)
     assert nodes.memory(0).shortage(large) is None
     assert Nodes(2).memory(0).shortage(large) is not None
 
@@ -422,9 +427,6 @@ def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypa
 def test_an_agent_without_enough_descriptors_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert NodeFiles().hold(1_000_000) == ""
     assert "no state is kept in memory" in caplog.text
-
-
-# ----------------------------------------------------------------------------------------------------------- how often
 
 
 def test_a_copy_in_memory_never_costs_more_than_its_share() -> None:
@@ -462,28 +464,29 @@ def copies(clock: CopyClock, ranks: list[dict[str, float]], steps: int) -> list[
     return made
 
 
-def test_auto_settles_after_two_copies() -> None:
-    rank = {"copy_s": 0.095, "background_s": 2.0, "step_s": 1.0}
-    assert copies(CopyClock("auto"), [rank], 40) == [1, 2, 12, 22, 32]
-
-
-def test_auto_minds_the_other_ranks() -> None:
-    rank = {"copy_s": 0.05, "background_s": 0.0, "step_s": 1.0}
-    slower = {**rank, "copy_s": 0.14}
-    assert copies(CopyClock("auto"), [rank, slower], 30) == [1, 2, 12, 22]
-
-
-def test_a_number_of_steps_stays_what_it_is() -> None:
-    rank = {"copy_s": 5.0, "background_s": 50.0, "step_s": 1.0}
-    assert copies(CopyClock(4), [rank], 12) == [4, 8, 12]
+@pytest.mark.parametrize(
+    ("every", "costs", "steps", "made"),
+    [
+        ("auto", [(0.095, 2.0)], 40, [1, 2, 12, 22, 32]),
+        ("auto", [(0.05, 0.0), (0.14, 0.0)], 30, [1, 2, 12, 22]),
+        (4, [(5.0, 50.0)], 12, [4, 8, 12]),
+    ],
+    ids=["settles after two copies", "minds the other ranks", "a number stays what it is"],
+)
+def test_copies_are_made_as_often_as_they_may_cost(
+    every: int | str, costs: list[tuple[float, float]], steps: int, made: list[int]
+) -> None:
+    """``costs`` are the seconds of a copy of each rank, in the foreground and in the background. A step takes 1 s."""
+    ranks = [{"copy_s": copy_s, "background_s": background_s, "step_s": 1.0} for copy_s, background_s in costs]
+    assert copies(CopyClock(every), ranks, steps) == made
 
 
 def test_a_file_in_memory_that_grows_is_page_locked_anew(cuda: Cuda, tmp_path: Path) -> None:
     path = tmp_path / "memory"
     path.touch()
     file = MemoryFile(str(path))
-    file.open(mmap.PAGESIZE, pinned=True)
-    file.open(3 * mmap.PAGESIZE, pinned=True)
+    file.allocate(mmap.PAGESIZE, pinned=True)
+    file.allocate(3 * mmap.PAGESIZE, pinned=True)
     assert list(cuda.locked.values()) == [3 * mmap.PAGESIZE]
     assert cuda.holds(file.bytes_at(0, 3 * mmap.PAGESIZE))
     file.close()

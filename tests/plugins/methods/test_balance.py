@@ -1,7 +1,5 @@
 """The shares follow the ranks' speeds, by the clock of a fake machine."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -62,7 +60,7 @@ class Recording(Loader):
         self.global_batch_size, self.ahead, self.balances = size, ahead, True
         self.cuts: list[tuple[int, list[int]]] = []
 
-    def cut(self, step: int, counts: Sequence[int]) -> None:
+    def rebalance(self, step: int, counts: Sequence[int]) -> None:
         self.cuts.append((step, [*counts]))
 
 
@@ -141,13 +139,10 @@ def test_shares_too_small_for_the_passes_of_accumulation_are_not_taken_over() ->
 
 def test_shares_by_speed_are_asked_for_and_not_for_ranks_that_share_samples() -> None:
     assert not build_loader(Numbers(9), DataConfig(global_batch_size=4), Share(0, 2), seed=0).balances
-    loader = build_loader(Numbers(9), DataConfig(global_batch_size=4, share="auto"), Share(0, 2), seed=0)
+    loader = build_loader(Numbers(9), DataConfig(global_batch_size=4, balance="auto"), Share(0, 2), seed=0)
     assert isinstance(build_balance(loader, Share(0, 2), 2, 1), Balance)
     with pytest.raises(ConfigError, match="4 ranks have 2"):
         build_balance(loader, Share(0, 2), 4, 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------- auto
 
 
 GIB = 2**30

@@ -1,7 +1,5 @@
 """What local_sgd refuses before anything is queued."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.base.errors import ConfigError

@@ -1,7 +1,5 @@
 """Muon beside AdamW, against torch's own of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +62,17 @@ def test_muon_makes_the_steps_of_torchs_muon_and_adamw_bit_for_bit() -> None:
     ]
     expected = steps_of(model, lambda _: [each.step() for each in pair] and None)
     assert [name for name in made if not torch.equal(made[name], expected[name])] == []
+
+
+def test_hooks_of_muon_are_called_once_a_step_beside_another_optimizer() -> None:
+    AdamW([torch.zeros(1)])  # from then on torch calls the hooks of AdamW's own step, too
+    calls: list[str] = []
+    model = Language()
+    optimizer = build_optimizer(OptimConfig("muon"), model)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    steps_of(model, lambda _: optimizer.step(), count=2)
+    assert calls == ["before", "after"] * 2
 
 
 def test_muon_leaves_out_a_step_on_the_device_as_torchs_fused_adamw_does() -> None:

@@ -1,7 +1,5 @@
 """What parameter servers refuse before anything is queued."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +9,8 @@ from torch import nn
 
 from toolkit.base.errors import ConfigError, ToolkitError
 from toolkit.config import load_config, validate
-from toolkit.plugins.methods.parameter_server.mail import Kind, PeerInbox, PeerMessage
-from toolkit.plugins.methods.parameter_server.side import Flat, cut, shadow
+from toolkit.plugins.methods.parameter_server.messaging import Kind, PeerInbox, PeerMessage
+from toolkit.plugins.methods.parameter_server.side import Flat, cut, server_partition
 
 STRUCTURED = ["train.pruning.amount=0.5", "train.pruning.end_step=9", "train.pruning.structured=true"]
 
@@ -41,9 +39,6 @@ def test_what_it_cannot_do_is_refused_with_key_and_remedy(overrides: list[str], 
         validate(load_config("configs/digits_parameter_server.yaml", overrides, site=False))
     for word in words:
         assert word in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------------------------ messages
 
 
 class Letters:
@@ -85,9 +80,6 @@ def test_the_attempt_ends_with_any_rank_after_what_it_had_sent(dead: int) -> Non
         box.gather(Kind.SUM, [1, 2, 3])
 
 
-# ---------------------------------------------------------------------------------------------------------------- cuts
-
-
 def model() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 1), nn.Linear(1, 64)
@@ -97,7 +89,7 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("servers", [1, 2, 3, 7, 50])
 def test_parts_of_servers_tile_every_parameter_and_differ_by_less_than_two_rows(servers: int) -> None:
     whole = model()
-    parts = [dict(shadow(whole, cut(whole, servers), server).named_parameters()) for server in range(servers)]
+    parts = [dict(server_partition(whole, cut(whole, servers), server).named_parameters()) for server in range(servers)]
     for name, parameter in whole.named_parameters():
         assert torch.equal(torch.cat([part[name] for part in parts]), parameter)
     sizes = [sum(p.nbytes for p in part.values()) for part in parts]
@@ -107,7 +99,7 @@ def test_parts_of_servers_tile_every_parameter_and_differ_by_less_than_two_rows(
 def test_a_shadow_shares_buffers_and_frozen_parameters_and_none_of_the_rows() -> None:
     whole = model()
     whole.get_parameter("0.weight").requires_grad_(False)
-    part = shadow(whole, cut(whole, 2), None)
+    part = server_partition(whole, cut(whole, 2), None)
     assert part.get_buffer("1.running_mean") is whole.get_buffer("1.running_mean")
     assert part.get_parameter("0.weight") is whole.get_parameter("0.weight")
     assert part.get_parameter("2.weight").shape == (0, 33)
@@ -117,7 +109,7 @@ def test_a_shadow_shares_buffers_and_frozen_parameters_and_none_of_the_rows() ->
 def test_two_names_of_one_weight_stay_one_weight() -> None:
     tied = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     tied[1].weight = tied[0].weight
-    part = shadow(tied, cut(tied, 2), 1)
+    part = server_partition(tied, cut(tied, 2), 1)
     assert part.get_parameter("1.weight") is part.get_parameter("0.weight")
 
 

@@ -1,7 +1,5 @@
 """Pruning beside numpy, and as a part of a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -12,16 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.strategies.test_steps import refusal
 from toolkit.config import PruningConfig, TrainConfig
-from toolkit.plugins.methods.pruning import Pruning, level
-from toolkit.strategies.update.apply import Update
+from toolkit.plugins.methods.pruning import Pruning, target_sparsity
+from toolkit.strategies.update import OptimizerWrapper
 
 
 def test_the_amount_follows_zhu_and_gupta_in_stairs_and_stays_at_the_end() -> None:
     config = PruningConfig(0.8, start_step=10, end_step=45, every_steps=10)
     curve = {step: 0.8 - 0.8 * (1 - (step - 10) / 35) ** 3 for step in (10, 20, 30, 40)}
     expected = {9: 0.0, 10: 0.0, 19: 0.0, 20: curve[20], 29: curve[20], 30: curve[30], 44: curve[40], 45: 0.8, 99: 0.8}
-    assert {step: level(config, step) for step in expected} == pytest.approx(expected)
-    assert level(PruningConfig(0.5, start_step=7, end_step=7), 7) == 0.5
+    assert {step: target_sparsity(config, step) for step in expected} == pytest.approx(expected)
+    assert target_sparsity(PruningConfig(0.5, start_step=7, end_step=7), 7) == 0.5
 
 
 @pytest.mark.parametrize("amount", [0.01, 0.5, 0.999])
@@ -35,7 +33,7 @@ def test_the_threshold_is_numpys_nth_smallest_magnitude(amount: float) -> None:
     values = np.concatenate([weight.detach().abs().flatten().numpy() for weight in weights])
     last = np.sort(values)[round(amount * values.size) - 1]
     pruning = Pruning(model, PruningConfig(amount, start_step=1, end_step=1), None)
-    pruning.follow()
+    pruning.after_step()
     left = np.concatenate([weight.detach().abs().flatten().numpy() for weight in weights])
     np.testing.assert_array_equal(left, np.where(values <= last, 0.0, values))
 
@@ -44,14 +42,14 @@ def test_a_rollback_prunes_at_once_what_the_step_is_due() -> None:
     model = nn.Linear(50, 20)
     pruning = Pruning(model, PruningConfig(0.6, start_step=1, end_step=5, every_steps=2), None)
     for _ in range(5):
-        pruning.follow()
+        pruning.after_step()
     assert pruning.sparsity() == pytest.approx(0.6)
     for name, entry in pruning.state().items():
         if name != "mask/level":
             entry.value.fill_(True)  # type: ignore[union-attr]
-    pruning.loaded({"mask/level": 0.0, "step": 7})
+    pruning.on_loaded({"mask/level": 0.0, "step": 7})
     nn.init.normal_(model.weight)
-    pruning.follow()
+    pruning.after_step()
     assert pruning.sparsity() == pytest.approx(0.6)
 
 
@@ -79,11 +77,11 @@ def test_no_part_of_a_step_makes_the_host_wait_for_the_device(optimizer: Any, st
     bad: dict[str, Any]
     bad = {"skip_bad_steps": True, "spike_factor": 3.0, "precision": "fp16", "clip_norm": 1.0, "ema_decay": 0.9}
     made = optimizer(model.parameters(), 0.1, fused=True, **options)
-    update = Update(model, made, TrainConfig(**bad, pruning=pruning))
+    update = OptimizerWrapper(model, made, TrainConfig(**bad, pruning=pruning))
     for step in range(10):
         update.begin()
         update.scaled(model(torch.full((3, 4), torch.nan if step == 4 else 1.0)).sum()).backward()
         with NoReading():
             update.apply(0.1)
-    assert update.figures()["train/sparsity"] > 0.3
+    assert update.step_metrics()["train/sparsity"] > 0.3
     assert all(weight.isfinite().all() for weight in model.state_dict().values())

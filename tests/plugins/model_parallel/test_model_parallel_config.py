@@ -1,7 +1,5 @@
 """What a config may ask of the strategy tensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from toolkit.config import load_config, validate
 from toolkit.config.strategy import PipelineConfig
 from toolkit.plugins.model_parallel.checks import micro_batches
 from toolkit.ranks.state import Json
-from toolkit.train.checkpoints import refuse_other_identity
+from toolkit.train.run_checkpoints import refuse_other_identity
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +24,7 @@ ROOT = Path(__file__).parents[3]
         (["strategy.mesh.tensor=3"], "strategy.mesh: 3 tensor = 3, and there are 8 ranks: 3 must divide their number"),
         (["strategy.name=ddp", "strategy.sequence_parallel=false"], "strategy.mesh.tensor: strategy.name ddp has no"),
         (["strategy.name=ddp", "strategy.sequence_parallel=true"], "strategy.sequence_parallel: this goes with"),
-        (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: there is no 'colwize'; did you mean"),
+        (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: unknown value 'colwize'; did you mean"),
         (["strategy.cpu_offload=true"], "strategy.cpu_offload: this goes with strategy.name fsdp only, not tensor"),
         (["strategy.prefetch_blocks=2"], "strategy.prefetch_blocks: this goes with strategy.name fsdp or zero only"),
         (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 4 groups of 2 ranks"),
@@ -52,9 +50,6 @@ def test_cut_layers_have_no_optimizer_that_leaves_out_a_bad_step_by_itself() -> 
 def test_a_run_of_ddp_goes_on_with_cut_layers() -> None:
     saved: dict[str, Json] = {"strategy.name": "ddp", "strategy.mesh": {}}
     refuse_other_identity(saved, {"strategy.name": "tensor", "strategy.mesh": {"replicas": 2}}, Path("here"))
-
-
-# ------------------------------------------------------------------------------------------------------------ pipeline
 
 
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ PIPELINE = "configs/gpt_pipeline.yaml"  # 4 ranks: 2 stages, 2 replicas
             ["strategy.pipeline.split=[norm]", "strategy.pipeline.schedule=interleaved"],
             "strategy.pipeline.split: 1 layers begin a stage, and 4 stages need 3 of them",
         ),
-        (["strategy.pipeline.schedule=1b1f"], "strategy.pipeline.schedule: there is no '1b1f'; did you mean '1f1b'?"),
+        (["strategy.pipeline.schedule=1b1f"], "strategy.pipeline.schedule: unknown value '1b1f'; did you mean '1f1b'?"),
         (
             ["train.pruning.amount=0.5", "train.pruning.end_step=9", "train.pruning.structured=true"],
             "train.pruning.structured: with strategy.name pipeline each rank would leave the outputs of its own last",

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from jobs.llama import Llama, LlamaSizes
 from jobs.models import lenet, mlp
 from toolkit.base.errors import ConfigError
 from toolkit.plugins.model_parallel import pipeline as strategy
-from toolkit.plugins.model_parallel.stages import StagePlan, keep, plan, tensors
+from toolkit.plugins.model_parallel.stages import StagePlan, plan, retain_layers, tensors
 
 BYTES = torch.zeros(2, 16, dtype=torch.long)
 IMAGE = torch.zeros(2, 1, 8, 8)
@@ -63,7 +61,7 @@ def test_stages_keep_the_models_own_names_and_compute_the_same_in_sequence(
     for stage, layers in enumerate(found.stages):
         part = model().eval()
         part.load_state_dict(whole.state_dict())
-        keep(part, found.kept([stage]))
+        retain_layers(part, found.kept([stage]))
         names += part.state_dict()
         assert list(tensors(whole, found.kept([stage]))) == list(part.state_dict())
         for layer in layers:
@@ -228,9 +226,12 @@ def test_after_a_load_replicas_are_sent_no_step_counts_which_adam_has_on_the_hos
     monkeypatch.setattr(strategy, "broadcast_tensors", lambda values, *_: sent.extend(values))
     weight, step = torch.ones(3), torch.tensor(5.0)
     grid = SimpleNamespace(replicas=2, ranks=2, first_replica=0)
-    update = SimpleNamespace(loaded=lambda values: None)
+    update = SimpleNamespace(on_loaded=lambda values: None)
     stage: Any = SimpleNamespace(
-        _grid=grid, _replica_group=None, _update=update, live=lambda: {"weights/w": weight, "optimizer/w/step": step}
+        _grid=grid,
+        _replica_group=None,
+        _update=update,
+        live_state=lambda: {"weights/w": weight, "optimizer/w/step": step},
     )
-    strategy.Pipeline.loaded(stage, {})
+    strategy.Pipeline.on_loaded(stage, {})
     assert [id(value) for value in sent] == [id(weight)]

@@ -1,7 +1,5 @@
 """A library in place of NVIDIA's, compiled for the tests. Most machines have no GPU."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

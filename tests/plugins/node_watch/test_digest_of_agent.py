@@ -1,13 +1,11 @@
 """What an agent says of the stacks of its ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.unit.nodes.test_agents import Site, reporting, until
 from toolkit import hang
 from toolkit.nodes.agent.messages import RanksReporting
-from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.agent.reports import RankProgress
 from toolkit.plugins.node_watch import investigation
 
 
@@ -22,8 +20,8 @@ def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Pat
         [("/x/site-packages/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]
     ):
         hang.stack_path(folder, rank).write_text(frame.format(file, name) + hang.ANSWERED)
-    unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
-    groups = investigation.look(site.agents, site.run, 1, unknown, {})
+    unknown = {"here": [RankProgress(rank, None, None, 40.0, False) for rank in range(3)]}
+    groups = investigation.collect_stacks(site.agents, site.run, 1, unknown, {})
     assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
         ((0,), "in barrier", True),
         ((1,), "has not joined the others (mine.py:1)", True),

@@ -1,7 +1,5 @@
 """What AMD's and Intel's drivers tell of the GPUs of real machines, by their files."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -22,23 +20,23 @@ def test_amds_driver_tells_use_memory_power_errors_and_processes(tmp_path: Path)
     assert isinstance(gpus, AmdGpus)
     first, second = gpus.gpus
     assert (first.index, first.model) == (2, "AMD Instinct MI250X")
-    load = gpus.load(first)
+    load = gpus.utilization(first)
     assert (load.busy, load.memory_bytes, load.total_memory_bytes) == (0.87, 10 << 30, 64 << 30)
     assert (load.power_w, load.energy_j) == (231.0, None)
-    condition = gpus.condition(first)
+    condition = gpus.health(first)
     assert (condition.uncorrected_errors, condition.link_width, condition.most_link_generation) == (2, 16, 4)
     assert gpus.link(first) == (4, 16)
     assert ([*gpus.processes(first)], [*gpus.processes(second)]) == ([4242], [])
     assert "energy" in gpus.cannot_tell
     shutil.rmtree(first.handle)
-    assert gpus.condition(first).is_lost
+    assert gpus.health(first).is_lost
 
 
 def test_intels_driver_tells_energy_and_says_that_it_tells_no_use(tmp_path: Path) -> None:
     gpus = open_gpus({}, DAWN.write(tmp_path))
     assert isinstance(gpus, IntelGpus)
     assert len(gpus.gpus) == 4  # tiles share their GPU's files
-    load = gpus.load(gpus.gpus[3])
+    load = gpus.utilization(gpus.gpus[3])
     assert (load.busy, load.memory_bytes, load.energy_j) == (None, None, 7000.0)
     assert gpus.link(gpus.gpus[3]) == (5, 16)
     assert "use" in gpus.cannot_tell

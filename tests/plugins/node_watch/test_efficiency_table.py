@@ -1,7 +1,5 @@
 """The table at a run's end, and the next request. The figures can be checked by hand and by seff's formulas."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -93,7 +91,6 @@ def test_an_unfinished_run_keeps_its_limit_and_loses_gpus_that_none_used() -> No
 def test_no_time_is_enough_for_a_run_that_met_its_limit() -> None:
     attempts = [attempt(1, "timeout", "requeue", step_end=9)]
     told = efficiency.of_run(RunUsage(jobs=(JOB, JOB)), attempts, has_completed=True)
-    assert told is not None
     assert "time" not in options(told.sbatch or "")
 
 
@@ -122,7 +119,6 @@ def test_the_table_fits_a_terminal_and_tells_what_seff_tells() -> None:
 def test_gpus_their_energy_and_the_price_are_told() -> None:
     price = PriceRecord(cpu_hour=0.1, gpu_hour=2.0, currency="EUR")
     told = efficiency.of_run(RunUsage(jobs=(JOB.replace(**GPUS),), price=price), (), has_completed=True)
-    assert told is not None
     assert (told.cost, told.currency) == (8 * 0.1 + 8 * 2.0, "EUR")
     assert told.idle_cost == pytest.approx(6 * 0.1 + 6.5 * 2.0)
     text = "\n".join(efficiency.lines(told))
@@ -137,14 +133,12 @@ def test_the_jobs_of_a_run_are_taken_together() -> None:
     assert (both.cpu_s, both.wall_s, both.most_cpus) == (14_400.0, 5400.0, 2.5)
     assert (both.most_bytes, both.most_bytes_host, both.memory_bytes) == (3 * GIB, "node2", 8 * GIB)
     told = efficiency.of_run(RunUsage(jobs=(JOB, second)), (), has_completed=True)
-    assert told is not None
     assert told.jobs == 2
     assert options(told.sbatch or "")["time"] == "80", "one job of the run took an hour at most"
 
 
 def test_a_run_of_seconds_is_told_without_a_next_request() -> None:
     told = efficiency.of_run(RunUsage(jobs=(replace(JOB, cpu_held_s=8 * 5.0),)), (), has_completed=True)
-    assert told is not None
     assert told.sbatch is None
     assert efficiency.lines(None) == []
     assert efficiency.of_run(RunUsage(), (), has_completed=True) is None
@@ -152,9 +146,9 @@ def test_a_run_of_seconds_is_told_without_a_next_request() -> None:
 
 def test_what_is_used_now_is_curves() -> None:
     now = JOB.replace(**GPUS, busy_gpus=2.4, power_w=1234.5)
-    assert efficiency.curves(now)["usage/gpu_energy_kwh"] == 2.0
-    assert "usage/gpus_busy" not in efficiency.curves(JOB)
-    assert efficiency.curves(None) == {}
+    assert efficiency.usage_scalars(now)["usage/gpu_energy_kwh"] == 2.0
+    assert "usage/gpus_busy" not in efficiency.usage_scalars(JOB)
+    assert efficiency.usage_scalars(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -175,14 +169,10 @@ def test_only_a_run_that_trained_tells_what_is_enough(
         attempt(number, cause, "give_up", step_start=start, step_end=end)
         for number, (start, end) in enumerate(steps, 1)
     ]
-    found = efficiency.of_run(RunUsage(jobs=(JOB,)), attempts, has_completed=False)
-    assert found is not None
-    assert (found.sbatch is not None) is tells
+    assert (efficiency.of_run(RunUsage(jobs=(JOB,)), attempts, has_completed=False).sbatch is not None) is tells
 
 
 @pytest.mark.parametrize(("step", "tells"), [(41, True), (40, False), (None, False)])
 def test_an_attempt_that_makes_steps_tells_what_is_enough_before_it_ends(step: int | None, tells: bool) -> None:
     at = RunProgress(step=step, step_start=40)
-    found = efficiency.of_run(RunUsage(jobs=(JOB,)), (), has_completed=False, at=at)
-    assert found is not None
-    assert (found.sbatch is not None) is tells
+    assert (efficiency.of_run(RunUsage(jobs=(JOB,)), (), has_completed=False, at=at).sbatch is not None) is tells

@@ -1,7 +1,5 @@
 """The first collective that not all ranks have called alike, in what torch's flight recorder has written."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A supervisor's attempts that hang: the rank that is behind is named."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -14,7 +12,7 @@ import pytest
 
 from tests.process_limits import ChangeLimits
 from tests.unit.run import test_supervisor as core
-from tests.unit.run.test_supervisor import NodeAgents, Ranks, completes, ended, quick, run  # noqa: F401
+from tests.unit.run.test_supervisor import NodeAgents, Ranks, completes, ended
 from toolkit import config as configs
 from toolkit import hang
 from toolkit.base import fsio
@@ -23,25 +21,28 @@ from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.messages import (
     NodeRequest,
-    RankActivity,
     RequestAnswered,
+    ScriptRankStatus,
     StacksAnswered,
     StacksOrder,
     WatchRanksOrder,
 )
-from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.agent.reports import RankProgress
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.launcher import AllRanksEnded, Events, RanksFinished
-from toolkit.plugins.node_watch import stack_digest
+from toolkit.nodes.start.agents import Events
+from toolkit.nodes.start.launcher import AllRanksEnded, RanksSucceeded
+from toolkit.plugins.node_watch import stack_summary
 from toolkit.run.attempt.error_files import read_error_file
 from toolkit.run.supervise.supervisor import Supervisor
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class StackReaders(NodeAgents):
     """Agents that know the ranks in ``known`` by their reports, and digest stacks."""
 
-    def __init__(self, *known: Standing) -> None:
-        self._known = {standing.rank: standing for standing in known}
+    def __init__(self, *known: RankProgress) -> None:
+        self._known = {progress.rank: progress for progress in known}
 
     def ask(self, orders: Mapping[str, NodeRequest], wait_s: float) -> Mapping[str, RequestAnswered]:
         answers = dict[str, RequestAnswered]()
@@ -52,7 +53,7 @@ class StackReaders(NodeAgents):
 
     def _digest(self, order: StacksOrder) -> str:
         folder = RunDir(Path(order.run)).attempt_logs(order.attempt)
-        return stack_digest.digest(folder, [self._known.get(s.rank, s) for s in order.standings])
+        return stack_summary.summarize_stacks(folder, [self._known.get(s.rank, s) for s in order.rank_progress])
 
 
 def hangs(ranks: Ranks) -> None:
@@ -62,7 +63,7 @@ def hangs(ranks: Ranks) -> None:
 
 def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, reporting: Sequence[int] = (0,)) -> int:
     """Supervise with a group timeout of 1 s. Ranks that are ``reporting`` are in their eighth step."""
-    agents = StackReaders(*(Standing(rank, "in a step", 7, 0.6, False) for rank in reporting))
+    agents = StackReaders(*(RankProgress(rank, "in a step", 7, 0.6, False) for rank in reporting))
     return core.supervise_quickly(run, ranks, job, agents)
 
 
@@ -94,11 +95,11 @@ def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_en
 
     def ends_but_rank_0(ranks: Ranks) -> None:
         hangs(ranks)
-        ranks.events.put(RanksFinished((0, 1) if all_have_ended else (1,)))
+        ranks.events.put(RanksSucceeded((0, 1) if all_have_ended else (1,)))
 
     config = JobConfig()
     config.dist.timeout_s = 1
-    agents: Any = StackReaders(Standing(0, "finishing", 8, 0.6, False), Standing(1, "finishing", 8, 0.6, True))
+    agents: Any = StackReaders(RankProgress(0, "finishing", 8, 0.6, False), RankProgress(1, "finishing", 8, 0.6, True))
     allocation = Allocation(("node1", "node2"), (1, 1), 1)
     assert Supervisor(run, config, allocation, Ranks(ends_but_rank_0, completes), None, agents).run() == 0
     line = run.attempts()[0]
@@ -113,14 +114,14 @@ def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
     def away(_: Any) -> str:
         raise OSError("Stale file handle")
 
-    monkeypatch.setattr(stack_digest, "stack_text", away)
+    monkeypatch.setattr(stack_summary, "stack_text", away)
     assert supervise_quickly(run, Ranks(hangs, completes), reporting=[0, 1]) == 0
     line, _ = run.attempts()
     assert (line.cause, line.decision, line.suspect) == ("hang", "restart", None)
-    assert line.line.startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
+    assert line.line.startswith("the slowest rank is unknown: there was no time to read the stacks of 2 of 2 ranks")
     assert list(run.attempt_logs(1).glob("error-*")) == []
     failure = run_facts.facts(run)["first_failure"]
-    assert (failure["rank"], failure["host"], failure["how"][:16]) == (None, "", "nobody knows who")
+    assert (failure["rank"], failure["host"], failure["how"][:16]) == (None, "", "the slowest rank")
 
 
 class ScriptWatchers(StackReaders):
@@ -136,7 +137,7 @@ class ScriptWatchers(StackReaders):
         order = orders["node1"]
         self.watched.append((order.attempt, bool(order.command)))
         for rank in self._silent if self.watched == [(1, True)] else ():
-            self._ranks.events.put(RankActivity(1, rank, "silent", 0.6))
+            self._ranks.events.put(ScriptRankStatus(1, rank, "silent", 0.6))
 
     def _digest(self, order: StacksOrder) -> str:
         assert order.outside
@@ -149,7 +150,7 @@ class ScriptWatchers(StackReaders):
 def watch_script(run: RunDir, ranks: Ranks, **known: Any) -> ScriptWatchers:
     """Supervise a script that reports nothing."""
     agents = ScriptWatchers(ranks, **known)
-    core.supervise_quickly(run, ranks, configs.FOREIGN_JOB, agents)
+    core.supervise_quickly(run, ranks, configs.SCRIPT_JOB, agents)
     return agents
 
 
@@ -205,6 +206,6 @@ def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
     change_limits(silence_measured_after_share=10.0)
     fsio.make_dir(run.attempt_logs(1))
     ranks = Ranks(hangs, lambda ranks: ranks.events.put(AllRanksEnded(0)))
-    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert supervise_quickly(run, ranks, job=configs.SCRIPT_JOB) == 0
     assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
     assert [line.cause for line in run.attempts()] == ["hang", "completed"]

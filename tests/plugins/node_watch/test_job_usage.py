@@ -1,7 +1,5 @@
 """What the supervisor derives from the nodes' samples, and keeps in ``usage.json``."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -15,7 +13,6 @@ import pytest
 
 from toolkit.base import fsio
 from toolkit.config.cluster import PriceConfig
-from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.node_watch import job_usage
@@ -28,11 +25,6 @@ PLAN = Allocation(("n1", "n2"), (2, 2), 2, gpus=(2, 2), job_id="7")
 GPU = GpuUsage(0, busy=0.5, busy_s=50.0, power_w=300.0, energy_j=1000.0, most_memory_bytes=5)
 NODE = NodeUsage(since=100.0, until=200.0, cpu_s=150.0, cpus=1.5, most_cpus=3.0, memory_bytes=10, most_memory_bytes=20)
 ENVIRON = {"SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return rundir.create("name", tmp_path)
 
 
 def attempt(number: int = 1, age_s: float = 600.0) -> Attempt:
@@ -54,7 +46,6 @@ def test_the_nodes_samples_are_summed_up_with_what_slurm_was_asked_for(run: RunD
     )
     busier = replace(NODE, cpu_s=250.0, most_cpus=3.5, most_memory_bytes=90, gpus=(GPU, replace(GPU, index=1)))
     used = recorder(run).update(sent({("n1", 100.0): NODE, ("n2", 100.0): busier}), attempt(), row, is_last=True)
-    assert used is not None
     assert (used.cpus, used.memory_bytes, used.time_limit_s) == (8, 3 << 29, 1800.0)
     assert (used.cpu_s, used.cpu_held_s, used.most_cpus, used.busy_cpus) == (400.0, 800.0, 3.5, 3.0)
     assert (used.most_bytes, used.most_bytes_host) == (90, "n2")
@@ -67,7 +58,6 @@ def test_the_nodes_samples_are_summed_up_with_what_slurm_was_asked_for(run: RunD
 def test_an_agent_that_has_ended_counts_with_its_last_sample(run: RunDir) -> None:
     again = replace(NODE, since=300.0, until=310.0, cpu_s=5.0, cpus=0.5)
     used = recorder(run).update(sent({("n1", 100.0): NODE, ("n1", 300.0): again}), attempt(), None, is_last=True)
-    assert used is not None
     assert (used.cpu_s, used.cpu_held_s, used.busy_cpus) == (155.0, 440.0, 0.5)
 
 
@@ -158,7 +148,6 @@ def test_an_unused_gpu_is_logged_once_in_each_attempt(run: RunDir, caplog: pytes
     recording = recorder(run)
     for number in (1, 1, 2):
         used = recording.update(sent(with_gpus(0.0, 700.0)), attempt(number), None, is_last=True)
-        assert used is not None
         assert used.unused_gpus == ("GPU 1 of n2",)
     assert caplog.text.count("GPU 1 of n2 is allocated, and no rank has used it") == 2
 

@@ -1,7 +1,5 @@
 """Stacks of processes that have prepared nothing, by py-spy or by a fatal signal."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -115,7 +113,7 @@ def test_py_spy_is_taken_where_it_is_and_ends_nothing(
     program.write_text(f"#!/bin/sh\ncat <<'E'\n{PY_SPY}\nE\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    outside_stacks.write(run, 1, {0: [process.pid]}, may_end=True)
+    outside_stacks.dump_stacks(run, 1, {0: [process.pid]}, may_end=True)
     text = hang.stack_path(run.attempt_logs(1), 0).read_text()
     assert "in hang_for_ever" in text
     assert text.endswith(hang.ANSWERED)
@@ -130,7 +128,7 @@ def test_without_py_spy_processes_of_a_shell_write_stacks_and_the_shell_is_stopp
     process = start(run, ["bash", "-c", f"{python} -S train.py; touch went-on; true"], tmp_path)
     killed.append(process)
     pids = oldest_first(process.pid)
-    outside_stacks.write(run, 1, {0: pids}, may_end=True)
+    outside_stacks.dump_stacks(run, 1, {0: pids}, may_end=True)
     shell, parent, child = pids
     text = hang.stack_path(run.attempt_logs(1), 0).read_text()
     assert f"# process {shell}: bash, S (sleeping)" in text
@@ -148,7 +146,7 @@ def test_a_launcher_that_waits_for_the_script_is_not_taken_for_it(
 ) -> None:
     process = start(run, [os.path.realpath("/proc/self/exe"), "-S", "-c", LAUNCHER], tmp_path)
     killed.append(process)
-    outside_stacks.write(run, 1, {0: oldest_first(process.pid)}, may_end=True)
+    outside_stacks.dump_stacks(run, 1, {0: oldest_first(process.pid)}, may_end=True)
     assert main_stack(hang.stack_path(run.attempt_logs(1), 0).read_text())[0].name == "hang_in"
 
 
@@ -159,7 +157,7 @@ def test_a_script_that_wants_no_faulthandler_has_at_least_what_the_kernel_says(
     python = os.path.realpath("/proc/self/exe")
     process = start(run, [python, "-S", "train.py"], tmp_path, PYTHONFAULTHANDLER="")
     killed.append(process)
-    outside_stacks.write(run, 1, {0: oldest_first(process.pid)}, may_end=True)
+    outside_stacks.dump_stacks(run, 1, {0: oldest_first(process.pid)}, may_end=True)
     first, *_, last = hang.stack_path(run.attempt_logs(1), 0).read_text().splitlines(keepends=True)
     assert first.startswith(f"# process {process.pid}: python")
     assert ", S (sleeping)" in first

@@ -1,7 +1,5 @@
 """The signs of a sick node, on a made-up one. Folders stand for ``/sys`` and ``/tmp``, and a library for NVIDIA's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.plugins.node_watch.conftest import FakeDriver
-from toolkit.devices.on_node import Condition, Gpus, GpusError, Load, WatchedGpu
-from toolkit.plugins.node_watch import program
-from toolkit.plugins.node_watch.nvml import Nvml
-from toolkit.plugins.node_watch.program import (
+from toolkit.devices.on_node import GpuHealth, Gpus, GpusError, Load, WatchedGpu
+from toolkit.plugins.node_watch import monitor_program
+from toolkit.plugins.node_watch.monitor_program import (
     FULL_LOOKS,
     HOT_LOOKS,
     LOOK_EVERY_S,
     LOOKS_PER_GPU_LOOK,
     SLOW_GPU_LOOKS,
-    Sickness,
+    NodeHealthMonitor,
 )
+from toolkit.plugins.node_watch.nvml import Nvml
 from toolkit.plugins.node_watch.usage import JobProcesses, NodeSampler
 
 #: What two GPUs tell that are well, and work.
@@ -39,7 +37,7 @@ class Node:
         (root / "tmp").mkdir()
         self.heat(0)
         self.write("edac/mc/mc0/ue_count", 2)
-        self.sickness = Sickness(root, gpus)
+        self.sickness = NodeHealthMonitor(root, gpus)
 
     def write(self, name: str, value: int | str) -> None:
         path = self._devices / name
@@ -177,12 +175,12 @@ class OtherGpus:
     def __init__(self) -> None:
         self.joules = 0.0
 
-    def load(self, gpu: WatchedGpu) -> Load:
+    def utilization(self, gpu: WatchedGpu) -> Load:
         self.joules += 100.0
         return Load(busy=0.5, memory_bytes=7, power_w=None, energy_j=self.joules)
 
-    def condition(self, gpu: WatchedGpu) -> Condition:
-        return Condition(needs="needs a reset", is_slowed=True)
+    def health(self, gpu: WatchedGpu) -> GpuHealth:
+        return GpuHealth(needs="needs a reset", is_slowed=True)
 
     def link(self, gpu: WatchedGpu) -> tuple[int, int]:
         return 5, 16
@@ -217,7 +215,7 @@ def test_only_the_jobs_own_gpus_are_watched(tmp_path: Path, driver: FakeDriver) 
 
 
 def test_a_disk_that_stays_full_is_told(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    free = program.LEAST_FREE_BYTES
+    free = monitor_program.LEAST_FREE_BYTES
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=free // 512, f_frsize=512))
     assert node.look(2 * FULL_LOOKS) == []
     free -= 512

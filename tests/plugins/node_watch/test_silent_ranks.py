@@ -1,7 +1,5 @@
 """When all ranks count as silent, by what the nodes tell."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from tests.waiting import wait_for
 from toolkit import hang
 from toolkit.base.this_node import bare_python
 from toolkit.files.rundir import RANK_VARIABLE
-from toolkit.nodes.agent.messages import RankActivity, WatchRanksOrder
-from toolkit.nodes.agent.reports import Standing
+from toolkit.nodes.agent.messages import ScriptRankStatus, WatchRanksOrder
+from toolkit.nodes.agent.reports import RankProgress
 from toolkit.plugins.node_watch import investigation
 from toolkit.plugins.node_watch.investigation import SilentRanks
 
@@ -29,7 +27,7 @@ class Nodes:
         self.watch = SilentRanks(4, BOUND_S, lambda: self.now)
 
     def say(self, rank: int, state: str, still_s: float = 301.0) -> None:
-        self.watch.take(RankActivity(1, rank, state, still_s))
+        self.watch.take(ScriptRankStatus(1, rank, state, still_s))
 
     def is_stuck(self, after_s: float = 0.0) -> bool:
         self.now += after_s
@@ -44,8 +42,16 @@ def test_a_run_hangs_when_all_ranks_are_silent_and_are_so_at_another_look() -> N
     assert not nodes.is_stuck()
     assert not nodes.is_stuck(CONFIRMED_S / 2)
     assert nodes.is_stuck(CONFIRMED_S)
-    assert [standing.rank for standing in nodes.watch.standings()] == [0, 1, 2, 3]
-    assert nodes.watch.still_s == pytest.approx(301 + 1.5 * CONFIRMED_S, abs=0.5)
+    assert [progress.rank for progress in nodes.watch.rank_progress()] == [0, 1, 2, 3]
+    assert nodes.watch.silence_s == pytest.approx(301 + 1.5 * CONFIRMED_S, abs=0.5)
+
+
+def test_a_rank_that_the_run_does_not_have_hides_no_hang() -> None:
+    nodes = Nodes()
+    for rank in range(5):
+        nodes.say(rank, "silent" if rank < 4 else "moving")
+    assert not nodes.is_stuck()
+    assert nodes.is_stuck(CONFIRMED_S + 1)
 
 
 @pytest.mark.parametrize("other", ["moving", "hidden", None])
@@ -80,7 +86,7 @@ def test_ended_ranks_are_not_waited_for_and_a_run_without_ranks_does_not_hang() 
     nodes.say(3, "silent")
     assert not nodes.is_stuck()
     assert nodes.is_stuck(CONFIRMED_S)
-    assert [standing.rank for standing in nodes.watch.standings()] == [2, 3]
+    assert [progress.rank for progress in nodes.watch.rank_progress()] == [2, 3]
     nodes.say(2, "ended")
     nodes.say(3, "ended")
     assert not nodes.is_stuck(1000)
@@ -90,7 +96,7 @@ def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = Site(tmp_path)
-    mark = f"{RANK_VARIABLE}={site.run.mark_of_rank(1, 0)}"
+    mark = f"{RANK_VARIABLE}={site.run.rank_tag(1, 0)}"
     site.start(f"exec env {mark} PYTHONFAULTHANDLER=1 {sys.executable} -c 'import time; time.sleep(600)'")
     command = bare_python("toolkit.plugins.node_watch.silent_scripts", str(site.run.path), "1", "0.5")
 
@@ -103,20 +109,20 @@ def test_an_agent_tells_of_a_silent_rank_and_ends_it_for_its_stack(
     news = site.next()
     assert (news.attempt, news.rank, news.state) == (1, 0, "silent")
     assert news.still_s > 0.5
-    ranks = {"here": [Standing(0, "silent", None, news.still_s, False)]}
-    (group,) = investigation.look(site.agents, site.run, 1, ranks, {}, outside=True, may_end=True)
+    ranks = {"here": [RankProgress(0, "silent", None, news.still_s, False)]}
+    (group,) = investigation.collect_stacks(site.agents, site.run, 1, ranks, {}, outside=True, may_end=True)
     assert (group.ranks, group.doing, group.has_answered) == ((0,), "silent", True)
     assert len(watches()) == 1
     site.agents.request({"here": WatchRanksOrder(1, ())}, site.events)
     wait_for(lambda: not watches(), 5, "the end of the watch")
     site.close()
-    assert "has ended, a hang is not noticed" not in caplog.text
+    assert "has ended: hangs will not be detected" not in caplog.text
 
 
 def test_a_watch_that_ends_by_itself_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     site = Site(tmp_path)
     site.start("exec sleep 600")
     site.agents.request({"here": WatchRanksOrder(1, ("true",))}, site.events)
-    words = "node here: the watch for silent ranks has ended, a hang is not noticed: see agent-here.log"
+    words = "node here: the watch for silent ranks has ended: hangs will not be detected: see agent-here.log"
     wait_for(lambda: words in caplog.text, 20, words)
     site.close()

@@ -1,7 +1,5 @@
 """The signs of life of a rank that is watched from outside. They are read from files as /proc has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from tests.process_limits import ChangeLimits
 from toolkit.devices.on_node import Gpus, GpusError, Load
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
 from toolkit.plugins.node_watch import silent_scripts
-from toolkit.plugins.node_watch.silent_scripts import GpuUse, NodeWatch, RankProcesses
+from toolkit.plugins.node_watch.silent_scripts import GpuUse, RankProcesses, SilentRankDetector
 
 RUN = RunDir(Path("/runs/mine/20261122-1"))
 BOUND_S = 300.0
@@ -48,7 +46,7 @@ class Machine:
     ) -> None:
         folder = self.proc / str(pid)
         folder.mkdir(exist_ok=True)
-        mark = "" if rank is None else f"{RANK_VARIABLE}={run.mark_of_rank(attempt, rank)}\0"
+        mark = "" if rank is None else f"{RANK_VARIABLE}={run.rank_tag(attempt, rank)}\0"
         (folder / "environ").write_text(f"HOME=/h\0{mark}SLURMD_NODENAME=node1\0")
         (folder / "status").write_text("Name:\tpython\nState:\tS (sleeping)\nTracerPid:\t0\nUid:\t0\t0\t0\t0\n")
         self.uses(pid, parent=parent, started=started)
@@ -78,8 +76,8 @@ class Machine:
     def processes(self) -> RankProcesses:
         return RankProcesses(RUN, 2, self.proc)
 
-    def watch(self) -> NodeWatch:
-        return NodeWatch(self.processes(), BOUND_S, lambda: self.gpu_is_busy, lambda: self.now)
+    def watch(self) -> SilentRankDetector:
+        return SilentRankDetector(self.processes(), BOUND_S, lambda: self.gpu_is_busy, lambda: self.now)
 
     def pids(self) -> dict[int, set[int]]:
         return {rank: {pid for pid, _ in usages} for rank, usages in self.processes().read().items()}
@@ -92,7 +90,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def looks(
-    machine: Machine, watch: NodeWatch, seconds: float, each: Callable[[float], None] = lambda _: None
+    machine: Machine, watch: SilentRankDetector, seconds: float, each: Callable[[float], None] = lambda _: None
 ) -> list[str]:
     """Return what the watch says within ``seconds``, with a look every ten."""
     said = []
@@ -102,9 +100,6 @@ def looks(
         each(machine.now)
         said += ["rank {rank} {state} {still_s:.0f}".format(**message) for message in watch.look()]
     return said
-
-
-# ----------------------------------------------------------------------------------------------------- who is a rank
 
 
 def test_a_rank_is_all_that_began_with_its_mark_and_what_these_have_started(machine: Machine) -> None:
@@ -138,23 +133,19 @@ def test_a_process_that_has_ended_and_waits_for_its_parent_is_not_counted(machin
     assert machine.pids() == {0: {10}}
 
 
-def test_a_young_process_that_becomes_the_script_is_found_by_its_new_environment(machine: Machine) -> None:
-    machine.process(10, started=8_999_900)  # a second old
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"started": 8_999_900}, {"started": 8_999_900, "rank": 0}), ({"rank": 0}, {"started": 5000})],
+    ids=["a process of a second that becomes the script", "another process that has got the number"],
+)
+def test_an_environment_is_read_again_where_it_may_have_changed(
+    machine: Machine, before: dict[str, int], after: dict[str, int]
+) -> None:
+    machine.process(10, **before)  # type: ignore[arg-type]
     processes = machine.processes()
-    assert processes.read() == {}
-    machine.process(10, rank=0, started=8_999_900)
-    assert set(processes.read()) == {0}
-
-
-def test_a_number_that_another_process_has_got_is_looked_at_anew(machine: Machine) -> None:
-    machine.process(10, rank=0)
-    processes = machine.processes()
-    assert set(processes.read()) == {0}
-    machine.process(10, started=5000)
-    assert processes.read() == {}
-
-
-# -------------------------------------------------------------------------------------------------------- who is silent
+    assert set(processes.read()) == ({0} if "rank" in before else set())
+    machine.process(10, **after)  # type: ignore[arg-type]
+    assert set(processes.read()) == ({0} if "rank" in after else set())
 
 
 def test_a_rank_without_a_sign_of_life_is_silent_after_the_bound_and_not_before(machine: Machine) -> None:
@@ -242,7 +233,7 @@ def test_time_in_which_the_whole_job_was_suspended_does_not_count(machine: Machi
     ],
 )
 def test_torchrun_is_known_by_what_it_was_started_as(command: str, answer: bool) -> None:
-    assert silent_scripts.is_agent(command.split()) is answer
+    assert silent_scripts.is_torchrun(command.split()) is answer
 
 
 def test_of_torchrun_only_counts_what_it_starts(machine: Machine) -> None:
@@ -260,7 +251,7 @@ def test_of_torchrun_only_counts_what_it_starts(machine: Machine) -> None:
     ("shares", "busy"), [((0.0, 0.37), True), ((0.0, 0.0), False), ((None,), False), ((), False), (None, False)]
 )
 def test_a_gpu_is_busy_where_its_driver_says_so(shares: Sequence[float | None] | None, busy: bool) -> None:
-    gpus: Any = SimpleNamespace(gpus=shares, load=lambda share: Load(share, None, None, None))
+    gpus: Any = SimpleNamespace(gpus=shares, utilization=lambda share: Load(share, None, None, None))
     assert GpuUse(lambda _: None if shares is None else gpus).is_busy() is busy
 
 

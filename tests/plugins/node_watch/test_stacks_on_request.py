@@ -1,7 +1,5 @@
 """`toolkit stacks`: what the ranks do now, and the page about it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.run.test_user_requests import run  # noqa: F401
 from tests.waiting import wait_for
 from toolkit import hang
 from toolkit.base import fsio
@@ -20,12 +17,12 @@ from toolkit.cli.on_demand import stacks_page
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Watchdog
-from toolkit.nodes.agent.reports import Standing
-from toolkit.plugins.node_watch import outside_stacks, stack_digest
+from toolkit.nodes.agent.reports import RankProgress
+from toolkit.plugins.node_watch import outside_stacks, stack_summary
 from toolkit.plugins.node_watch.investigation import Investigation
-from toolkit.plugins.node_watch.stack_digest import RankGroup
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Answer, StackGroup, UserRequest, Wish
+from toolkit.plugins.node_watch.stack_summary import RankGroup
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Answer, RequestKind, StackGroup, UserRequest
 
 STACK = (
     'File "/venv/lib/site-packages/torch/nn.py", line 3, in forward',
@@ -44,9 +41,9 @@ class Asked(Investigation):
         return [RankGroup((1, 6, 1, 1), "in a step", True, True, (0, 1), 2.0, STACK)]
 
     def answer_to(self, run: RunDir) -> Answer:
-        number = stop_request.put(run, UserRequest(Wish.STACKS, time.time()))
+        number = user_requests.put(run, UserRequest(RequestKind.STACKS, time.time()))
         self.answer(number, None)
-        return wait_for(lambda: stop_request.answer_to(run, number), 5, "an answer")
+        return wait_for(lambda: user_requests.answer_to(run, number), 5, "an answer")
 
 
 def test_ranks_with_one_stack_are_a_paragraph_of_the_page(run: RunDir) -> None:
@@ -73,7 +70,7 @@ def test_stacks_from_outside_end_no_process(run: RunDir, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     fsio.make_dir(run.attempt_logs(1), parents=1)
     with subprocess.Popen([os.path.realpath("/proc/self/exe"), "-c", "input()"], stdin=subprocess.PIPE) as process:
-        outside_stacks.write(run, 1, {3: [process.pid]}, may_end=False)
+        outside_stacks.dump_stacks(run, 1, {3: [process.pid]}, may_end=False)
         assert process.poll() is None
         process.kill()
     text = hang.stack_path(run.attempt_logs(1), 3).read_text()
@@ -83,16 +80,16 @@ def test_stacks_from_outside_end_no_process(run: RunDir, monkeypatch: pytest.Mon
 
 def test_removed_stacks_do_not_pass_for_new_ones(tmp_path: Path) -> None:
     path = hang.stack_path(tmp_path, 0)
-    standing = Standing(0, "in a step", 1, 0.0, True)
+    progress = RankProgress(0, "in a step", 1, 0.0, True)
     with path.open("a") as of_rank:
         of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in old\n{hang.ANSWERED}')
         of_rank.flush()
-        assert stack_digest.collect(tmp_path, [standing])[0]
-        stack_digest.remove(tmp_path, [standing, Standing(1, None, None, 0.0, True)])
-        assert stack_digest.collect(tmp_path, [standing]) == {0: []}
+        assert stack_summary.collect(tmp_path, [progress])[0]
+        stack_summary.truncate_files(tmp_path, [progress, RankProgress(1, None, None, 0.0, True)])
+        assert stack_summary.collect(tmp_path, [progress]) == {0: []}
         of_rank.write(f'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in new\n{hang.ANSWERED}')
     assert path.read_text().startswith("Thread")
-    (group,) = stack_digest.from_json(json.loads(stack_digest.digest(tmp_path, [standing], whole=True)))
+    (group,) = stack_summary.from_json(json.loads(stack_summary.summarize_stacks(tmp_path, [progress], whole=True)))
     assert group.stack == ('File "x.py", line 1, in new',)
 
 
@@ -102,8 +99,8 @@ def test_only_ranks_with_one_stack_form_a_group(tmp_path: Path) -> None:
             f'Thread 0x1 (most recent call first):\n  File "/x/site-packages/x.py", line {line} in f\n{hang.ANSWERED}'
         )
         hang.stack_path(tmp_path, rank).write_text(text)
-    standings = [Standing(rank, "in a step", 1, 0.0, False) for rank in range(3)]
-    read = stack_digest.collect(tmp_path, standings)
-    seen = [stack_digest.RankStack(standing, read[standing.rank]) for standing in standings]
-    assert [group.ranks for group in stack_digest.group(seen)] == [(0, 1, 2)]
-    assert [group.ranks for group in stack_digest.group(seen, whole=True)] == [(0, 2), (1,)]
+    rank_progress = [RankProgress(rank, "in a step", 1, 0.0, False) for rank in range(3)]
+    read = stack_summary.collect(tmp_path, rank_progress)
+    seen = [stack_summary.RankStack(progress, read[progress.rank]) for progress in rank_progress]
+    assert [group.ranks for group in stack_summary.group(seen)] == [(0, 1, 2)]
+    assert [group.ranks for group in stack_summary.group(seen, whole=True)] == [(0, 2), (1,)]

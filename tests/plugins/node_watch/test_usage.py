@@ -3,8 +3,6 @@
 Compared with processes that know their own use, and read from made-up folders.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.node_watch.conftest import FakeDriver
-from toolkit.plugins.node_watch import program
+from toolkit.plugins.node_watch import monitor_program
 from toolkit.plugins.node_watch.node_monitor import MONITOR_COMMAND
 from toolkit.plugins.node_watch.nvml import Nvml
-from toolkit.plugins.node_watch.usage import GpuUsage, JobProcesses, NodeSampler, group_memory, network_bytes
+from toolkit.plugins.node_watch.usage import GpuUsage, JobProcesses, NodeSampler, cgroup_memory, network_bytes
 
 HELD = 96 << 20
 #: Uses a second of processor time, half of it in a child that ends, and holds memory of its own beside a file that only
@@ -49,7 +47,6 @@ def worker(tmp_path: Path) -> Iterator[tuple[int, float]]:
     """Yield a process's id, and the processor time that it and its child have used."""
     command = [sys.executable, "-I", "-S", "-c", WORKER, str(tmp_path / "cached")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         yield process.pid, float(process.stdout.readline())
 
 
@@ -75,7 +72,6 @@ os.read(0, 1)
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         # four processes share the pages; a plain sum would count HELD four times
         processes = JobProcesses(process.pid, {})
@@ -141,10 +137,10 @@ CGROUP_1 = "9:cpuset:/slurm/uid_0/job_7/step_0\n4:memory:/slurm/uid_0/job_7/step
 def test_the_control_group_of_the_job_tells_its_memory(tmp_path: Path, groups: str, folder: str, stat: str) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(groups)
-    assert group_memory(tmp_path) is None
+    assert cgroup_memory(tmp_path) is None
     (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup" / folder / "memory.stat").write_text(stat)
-    assert group_memory(tmp_path) == (123, 20)
+    assert cgroup_memory(tmp_path) == (123, 20)
 
 
 def test_what_is_imported_for_a_start_is_no_peak(tmp_path: Path) -> None:
@@ -209,7 +205,6 @@ def test_a_gpu_that_counts_no_energy_is_reckoned_by_its_power(tmp_path: Path, dr
 
 def test_the_monitor_is_a_small_process_that_prints_samples() -> None:
     with subprocess.Popen(MONITOR_COMMAND, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         usage = json.loads(process.stdout.readline())["usage"]
         status = Path(f"/proc/{process.pid}/status").read_text()
         process.kill()
@@ -225,8 +220,8 @@ def test_samples_cost_less_than_a_thousandth_of_a_processor_in_the_long_run() ->
         number = 0
         while elapsed_s < 86_400:
             cost_s += each_s
-            elapsed_s += program.wait_s(number, cost_s, elapsed_s)
+            elapsed_s += monitor_program.wait_s(number, cost_s, elapsed_s)
             number += 1
         assert cost_s / elapsed_s <= 0.001
-    assert number * 2 > 86_400 / program.RAREST_SAMPLE_S
-    assert [program.wait_s(number, 0.0, 0.0) for number in range(6)] == [1, 2, 4, 8, 15, 15]
+    assert number * 2 > 86_400 / monitor_program.RAREST_SAMPLE_S
+    assert [monitor_program.wait_s(number, 0.0, 0.0) for number in range(6)] == [1, 2, 4, 8, 15, 15]

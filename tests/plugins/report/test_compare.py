@@ -1,7 +1,5 @@
 """`toolkit compare`: what differs between two runs, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

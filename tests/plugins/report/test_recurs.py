@@ -1,7 +1,5 @@
 """An error for which the rules know that no restart helps is not tried again, unless the run has worked before."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +14,8 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import Past, RankFailure
-from toolkit.run.supervise.conclusion import note_recurring
+from toolkit.run.attempt.verdict import PastAttempt, RankFailure
+from toolkit.run.supervise.conclude import note_recurring
 
 HYDRA = "Could not override 'optim.lrr'.\nKey 'lrr' is not in struct\n    full_key: optim.lrr\n"
 NO_MODULE = "ModuleNotFoundError: No module named 'einops'"
@@ -32,10 +30,10 @@ def judged(
     hosts: str = "a",
     *,
     log: str = "",
-    history: Sequence[Past] = (),
+    history: Sequence[PastAttempt] = (),
     steps: int | None = None,
 ) -> set[int | None]:
-    """Return the ranks whose errors no restart would mend.
+    """Return the ranks whose errors no restart would fix.
 
     ``hosts`` has a letter for the node of each rank. The run is a script, or with ``steps`` a job that has made these.
     """
@@ -53,7 +51,7 @@ def judged(
     context: Any = SimpleNamespace(
         run=run,
         config=JobConfig(),
-        is_foreign=steps is None,
+        is_script=steps is None,
         allocation=plan,
         nodes=SimpleNamespace(plan=lambda: None),
         journal=SimpleNamespace(history=lambda: history),
@@ -97,7 +95,7 @@ def test_other_errors_have_their_restarts(how: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_worked_is_tried_again(tmp_path: Path) -> None:
-    assert judged(tmp_path, {0: NO_FILE}, history=[Past("crashed", "restart", None, lost_s=4000.0)]) == set()
-    assert judged(tmp_path, {0: NO_FILE}, history=[Past("crashed", "restart", None, lost_s=40.0)]) == {0}
+    assert judged(tmp_path, {0: NO_FILE}, history=[PastAttempt("crashed", "restart", None, lost_s=4000.0)]) == set()
+    assert judged(tmp_path, {0: NO_FILE}, history=[PastAttempt("crashed", "restart", None, lost_s=40.0)]) == {0}
     assert judged(tmp_path, {0: NO_FILE}, steps=7) == set()
     assert judged(tmp_path, {0: NO_FILE}, steps=0) == {0}

@@ -1,14 +1,15 @@
 """`toolkit report`: one HTML file, whatever is in the run folder."""
 
-from __future__ import annotations
-
+import base64
 import errno
+import hashlib
 import html.parser
 import json
 import math
 import random
 import re
 import stat
+import statistics
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +26,19 @@ from toolkit.base.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
+from toolkit.config.schema import NotifyConfig
 from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunResult, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.metrics.goodput import MEASURED, PARTS, Timesheet
+from toolkit.metrics.goodput import MEASURED, PARTS, TimeBreakdown
 from toolkit.metrics.sinks import JsonlSink
-from toolkit.plugins.report.curves import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, is_aside
-from toolkit.plugins.report.page import macro
+from toolkit.plugins.report.curves import PIECES, Curve, CurvePiece, CurveReader, is_system_metric
+from toolkit.plugins.report.page import _readable
 from toolkit.plugins.report.stragglers import History
 from toolkit.run.job import nodes
 
 #: Elements that have no end.
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x01\u202e"
 
 
@@ -115,7 +117,7 @@ def run() -> RunDir:
 
 def test_a_report_shows_curves_attempts_causes_nodes_time_config_and_versions(run: RunDir) -> None:
     page = report(run.id)
-    remark = "not used any more: its agent fell silent"
+    remark = "no longer used: its agent fell silent"
     assert {"node_failure", "completed", "restart", remark, "optim.lr", "torch"} <= set(page.texts)
     assert "9 points, last 0.02222, min 0.02222 at step 90, max 0.2 at step 10" in page.texts
     row = page.texts.index("node2")
@@ -123,24 +125,40 @@ def test_a_report_shows_curves_attempts_causes_nodes_time_config_and_versions(ru
     assert [each["aria-label"] for each in page.named("svg") if each.get("class") == "bar"][1].startswith(
         "attempt 1: node_failure, restart, 1 min from 2026-11-20 15:00:00 UTC on"
     )
-    lines = [each for each in page.named("line") if each.get("class") == "restart"]
-    assert len(lines) == 2, "a mark of the second attempt in each chart"
+    assert "step-00000090" in page.texts
+    charts = points_of(page)
+    assert charts["runs"] == [{"title": f"digits/{run.id}", "restarts": [40]}], "a mark of the second attempt"
+    assert charts["tags"]["train/loss"][0]["strokes"][0][:4] == [10, 0.2, 10, 0.1]
+    assert [each["data-tag"] for each in page.named("figure")] == ["train/loss", "eval/accuracy"]
 
 
-def test_a_report_loads_nothing_runs_nothing_and_is_private(run: RunDir) -> None:
+def points_of(page: Page) -> Any:
+    """Return the data of the charts."""
+    [text] = [text for text in page.texts if text.startswith('{"runs":')]
+    return json.loads(text)
+
+
+def test_a_report_loads_nothing_runs_its_own_script_alone_and_is_private(run: RunDir) -> None:
     page = report(run.id)
     text = Path("out.html").read_text()
-    assert not page.named("script")
+    assert page.named("script") == [{"type": "application/json", "id": "points"}, {}]
     assert not page.named("link")
     for tag, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "srcset", "action")], tag
+        assert "style" not in attributes
         assert attributes.get("href", "#").startswith("#")
     assert "url(" not in text
     assert "@import" not in text
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     [policy] = [each["content"] for each in page.named("meta") if each.get("http-equiv") == "Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
+    for element in ("style", "script"):
+        [own] = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+        allowed = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        assert f"{element}-src 'sha256-{allowed}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
     assert stat.S_IMODE(Path("out.html").stat().st_mode) == 0o600
-    anchors = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    anchors = {attributes["id"] for _, attributes in page.elements if "id" in attributes} - {"points"}
     assert {each["href"][1:] for each in page.named("a")} == anchors
 
 
@@ -148,10 +166,11 @@ def test_names_that_look_like_markup_are_shown_as_text() -> None:
     run = made(EVIL.replace("/", "").replace("\x01", ""), params={"text": EVIL.replace("\x01", "")})
     log(run, {1: {EVIL: 1.0, "{{ 7 * 7 }}{% x %}": 2.0, "train/loss": 2.0}})
     run.add_attempt(attempt(1, EVIL, EVIL, line=EVIL, goodput={"training": 1.0}))
-    run.write_status(RunStatus.from_json({"state": "running", "ailing_nodes": {"node1": EVIL}}))
+    run.write_status(RunStatus.from_json({"state": "running", "degraded_nodes": {"node1": EVIL}}))
     page = report(run.id)
-    assert not page.named("script")
+    assert len(page.named("script")) == 2, "the data, and the page's own"
     assert not page.named("img")
+    assert _readable(EVIL) in points_of(page)["tags"], "by the name that its figure has"
     assert any("<script>alert(1)</script><img src=x onerror=alert(2)>" in text for text in page.texts)
     assert "{{ 7 * 7 }}{% x %}" in page.texts
     assert "\x01" not in page.text
@@ -160,7 +179,10 @@ def test_names_that_look_like_markup_are_shown_as_text() -> None:
 
 def test_values_that_may_be_secret_are_not_in_a_report(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("A_TOKEN_OF_THE_ENVIRONMENT", "planted-in-the-environment")
-    run = made(params={"api_key": "planted-1", "db": {"password": "planted-2"}}, notify=["mail", "--auth", "planted-3"])
+    run = made(
+        params={"api_key": "planted-1", "db": {"password": "planted-2"}},
+        notify=NotifyConfig(command=["mail", "--auth", "planted-3"]),
+    )
     text = run.config.read_text().replace("setup: []", "setup: ['export WANDB_API_KEY=planted-4']")
     run.config.write_text(text)
     report(run.id)
@@ -174,10 +196,10 @@ def test_two_runs_share_the_charts_and_what_differs_is_in_a_table(run: RunDir) -
     log(other, {step: {"train/loss": 3.0} for step in (10, 20)})
     for argv in ([run.id, other.id], [run.id, "--compare", other.id]):
         page = report(*argv)
-        classes = [each["class"] for each in page.named("path")]
-        assert {"line s0", "line s1"} <= set(classes)
-        marks = [each["class"] for each in page.named("line") if each["class"].startswith("restart")]
-        assert set(marks) == {"restart of-run s0"}, "the first run has two attempts"
+        charts = points_of(page)
+        assert [each["restarts"] for each in charts["runs"]] == [[40], []], "the first run has two attempts"
+        assert [curve and len(curve["strokes"][0]) for curve in charts["tags"]["train/loss"]] == [18, 4]
+        assert [curve and curve["bad"] for curve in charts["tags"]["eval/accuracy"]] == [None, None]
         row = page.texts.index("config optim.lr")
         assert page.texts[row + 1 : row + 3] == ["0.05", "0.5"]
     assert sum(tag == "h1" for tag, _ in page.elements) == 1, "the other run is only compared with"
@@ -247,15 +269,14 @@ def test_json_is_one_document_with_the_exact_extremes(run: RunDir, command: Comm
 # -------------------------------------------------------------------------------------------------------------- curves
 
 
-def places(svg: str) -> list[tuple[float, float]]:
-    """Return the points of a chart's first line, in the chart's units. Read by the rules of SVG paths."""
-    [d] = re.findall(r'<path d="([^"]*)"', svg)
-    points: list[tuple[float, float]] = []
-    for x, y, rest in re.findall(r"M(-?\d+) (-?\d+)l?([-\d ]*)", d):
-        points.append((int(x) / 10, int(y) / 10))
-        numbers = list(map(int, rest.split()))
-        for dx, dy in zip(numbers[::2], numbers[1::2], strict=True):
-            points.append((points[-1][0] + dx / 10, points[-1][1] + dy / 10))
+def values_of(curve: Curve) -> list[tuple[int, float]]:
+    """Return the points that the page gets of a curve, as its script reads them."""
+    points: list[tuple[int, float]] = []
+    for numbers in curve.numbers():
+        step = 0.0
+        for distance, value in zip(numbers[::2], numbers[1::2], strict=True):
+            step += distance
+            points.append((int(step), value))
     return points
 
 
@@ -265,49 +286,115 @@ def test_no_peak_of_a_long_curve_is_lost_and_its_chart_is_small() -> None:
     values[123_457], values[77_777] = 40.0, -30.0
     for step, value in enumerate(values):
         curve.add(step, value)
-    svg = macro("chart", "loss", [("run", curve)], count - 1, [])
-    assert len(svg) < 10_000
-    points = places(svg)
-    assert [x for x, _ in points] == sorted(x for x, _ in points)
-    # In each column of four units, the line reaches as far up and down as the points of that column do.
-    low, high = min(values), max(values)
-    inner = HEIGHT - 24 - TOP
-    margin = 0.04 * (high - low)
-
-    def y_of(value: float) -> float:
-        return HEIGHT - 24 - inner * (value - (low - margin)) / (high - low + 2 * margin)
-
-    for step in (123_457, 77_777):
-        x = LEFT + (WIDTH - LEFT - RIGHT) * step / (count - 1)
-        near = [y for at, y in points if abs(at - x) <= 1.0]
-        assert min(abs(y - y_of(values[step])) for y in near) <= 0.06
-    drawn = {point for stroke in curve.strokes() for point in stroke}
-    assert all(values[step] == value for step, value in drawn), "no value is made up"
+    points = values_of(curve)
+    assert len(json.dumps(curve.numbers())) < 15_000
+    assert {(123_457, 40.0), (77_777, -30.0), (0, float(f"{values[0]:.5g}"))} <= set(points)
+    assert [step for step, _ in points] == sorted({step for step, _ in points})
+    assert all(value == float(f"{values[step]:.5g}") for step, value in points), "no value is made up"
 
 
-def test_a_value_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
+def test_what_is_smoothed_of_a_long_curve_are_means_of_all_values() -> None:
+    dice, curve, count = random.Random(6), Curve(), 100_000
+    values = [dice.lognormvariate(0.0, 1.0) for _ in range(count)]  # most of them are small
+    for step, value in enumerate(values):
+        curve.add(step, value)
+    [means] = curve.strokes(of_means=True)
+    width = curve.width
+    step, mean = means[3]
+    assert step == 4 * width - width // 2 - 1
+    assert mean == pytest.approx(statistics.fmean(values[3 * width : 4 * width]))
+    assert len(curve.pieces) == len(means) <= 2 * PIECES
+
+
+def test_a_value_that_is_not_finite_breaks_the_line_and_is_counted() -> None:
     curve = Curve()
     for step, value in enumerate([1.0, 2.0, math.nan, 3.0, math.inf]):
         curve.add(step, value)
-    assert list(curve.strokes()) == [[(0, 1.0), (1, 2.0)], [(3, 3.0)]]
-    svg = macro("chart", "loss", [("run", curve)], 4, [])
-    assert ">NaN" in svg
-    assert curve.summary()["not_finite"] == 2
+    assert curve.numbers() == [[0, 1.0, 1, 2.0], [3, 3.0]]
+    assert (curve.summary()["not_finite"], curve.first_bad) == (2, 2)
+
+
+def test_steps_that_are_missing_break_the_line_and_rarer_ones_do_not() -> None:
+    """Lines of a dead node may be lost. After an evaluation each epoch, or with fewer lines from here on, none is."""
+    curve = Curve()
+    for step in [*range(10, 110, 10), *range(900, 1000, 10), *range(2000, 4000, 500)]:
+        curve.add(step, 1.0)
+    assert [(stroke[0][0], stroke[-1][0]) for stroke in curve.strokes()] == [(10, 100), (900, 990), (2000, 3500)]
+    uneven = Curve()
+    for step in (1, 50, 100, 150, 160, 300):
+        uneven.add(step, 1.0)
+    assert len(list(uneven.strokes())) == 1
 
 
 @pytest.mark.parametrize("values", [[0.0], [-1e299, 1e299], [5e-324, 0.0], [1e16, 1e16 + 2], [math.nan]])
-def test_any_range_of_values_can_be_drawn(values: list[float]) -> None:
+def test_any_range_of_values_is_json(values: list[float]) -> None:
     curve = Curve()
     for step, value in enumerate(values):
         curve.add(step, value)
-    svg = macro("chart", "loss", [("run", curve)], 0, [])
-    assert "nan" not in svg.replace(">NaN", "").lower().replace("finite", "")
-    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places(svg))
+    assert json.loads(json.dumps(curve.numbers(), allow_nan=False)) == curve.numbers()
+    piece = CurvePiece((0, 1e308))
+    for step in range(1, 9):
+        piece.add((step, 1e308))
+    assert piece.mean == pytest.approx(1e308)
+
+
+def test_a_growing_file_is_read_on_from_where_it_ended(fresh: RunDir) -> None:
+    path = fresh.tensorboard / "metrics.jsonl"
+    reader, sink = CurveReader(path), JsonlSink(path, None)
+    assert reader.read() == {}
+    sink.scalars(10, {"train/loss": 1.0})
+    assert reader.read()["train/loss"].last_step == 10
+    sink.scalars(10, {"eval/loss": 2.0})  # added to the same line
+    sink.scalars(20, {"train/loss": 0.5})
+    curves = reader.read()
+    assert (curves["train/loss"].count, curves["eval/loss"].count, reader.left_bytes) == (2, 1, 0)
+    with path.open("a") as file:
+        file.write('{"step": 30, "train/l')
+    assert reader.read()["train/loss"].count == 2, "a line that is being written is not read yet"
+    sink.close()
+
+
+@pytest.mark.parametrize("again", [20, 300])
+def test_steps_that_an_attempt_makes_again_replace_those_before_them(fresh: RunDir, again: int) -> None:
+    path = fresh.tensorboard / "metrics.jsonl"
+    sink = JsonlSink(path, None)
+    for step in range(1, 201):
+        sink.scalars(step, {"train/loss": 1.0})
+    sink.close()
+    reader = CurveReader(path)
+    assert reader.read()["train/loss"].last_step == 200
+    sink = JsonlSink(path, 5)  # drops the steps after the checkpoint
+    for step in range(6, again + 1):
+        sink.scalars(step, {"train/loss": 2.0, "new": 1.0})
+    sink.close()
+    curve = reader.read()["train/loss"]
+    assert (curve.count, curve.last_step) == (again, again)
+    assert curve.summary()["greatest"] == (6, 2.0)
+
+
+def test_a_long_file_is_read_in_pieces_of_time(fresh: RunDir) -> None:
+    log(fresh, {step: {"train/loss": 1.0} for step in range(1, 20_001)})
+    reader, pieces = CurveReader(fresh.tensorboard / "metrics.jsonl"), 0
+    while pieces == 0 or reader.left_bytes:
+        before = reader.left_bytes
+        reader.read(0.005)
+        pieces += 1
+        assert pieces == 1 or reader.left_bytes < before
+    assert pieces > 1
+    assert reader.curves["train/loss"].count == 20_000
+
+
+def test_each_reading_gets_on_however_short_it_is(fresh: RunDir) -> None:
+    log(fresh, {step: {"train/loss": 1.0} for step in range(1, 11)})
+    reader = CurveReader(fresh.tensorboard / "metrics.jsonl")
+    for _ in range(10):
+        reader.read(0.0)
+    assert reader.left_bytes == 0
 
 
 def test_thousands_of_metrics_and_nodes_and_attempts_stay_below_one_megabyte() -> None:
     run = made()
-    log(run, {step: {f"train/metric_{tag}": math.sin(tag * step) for tag in range(600)} for step in range(1, 6)})
+    log(run, {step: {f"train/metric_{tag}": math.sin(tag * step) for tag in range(1600)} for step in range(1, 6)})
     for number in range(1, 71):
         spent = {"training": 60.0}
         run.add_attempt(attempt(number, "crashed", "restart", nodes="node[0001-0200]", line="x" * 900, goodput=spent))
@@ -327,9 +414,6 @@ def test_a_million_points_are_reported_below_one_megabyte() -> None:
     page = report(run.id)
     assert Path("out.html").stat().st_size < 1_000_000
     assert f"1000000 points, last {math.sin(999_999):.4g}, min -1 at step" in page.text
-
-
-# --------------------------------------------------------------------------------------------- little or nothing to say
 
 
 def test_a_run_that_has_only_a_config_gets_a_report_with_what_there_is() -> None:
@@ -366,30 +450,20 @@ def test_what_can_be_read_of_config_and_metrics_is_in_the_report(run: RunDir, ca
     assert "metrics.jsonl: the line that ends at byte 5 cannot be read" in caplog.text
 
 
-# --------------------------------------------------------------------------------------------------------- bad requests
-
-
 def test_a_report_replaces_a_report_and_no_other_file(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     report(run.id)
     report(run.id)
     Path("train.py").write_text("print()\n")
     assert cli.main(["report", run.id, "--to", "train.py"]) == EXIT_REQUEST
-    assert "train.py is there already, and not from this command" in capsys.readouterr().err
+    assert "train.py already exists, and this command did not write it" in capsys.readouterr().err
     assert Path("train.py").read_text() == "print()\n"
     assert cli.main(["report", run.id, "--to", "missing/out.html"]) == EXIT_REQUEST
-    assert "missing is no folder" in capsys.readouterr().err
+    assert "missing is not a folder" in capsys.readouterr().err
 
 
-def test_a_chart_of_usage_begins_at_zero_and_magnifies_no_trifle() -> None:
-    curve = Curve()
-    for step, value in enumerate((1e-6, 3e-6, 2e-6)):
-        curve.add(step, value)
-    svg = macro("chart", "usage/disk_written_gib", [("run", curve)], 2, [])
-    assert re.findall(r'class="y">([^<]*)<', svg) == ["0", "0.05", "0.1"]
-    assert is_aside("usage/disk_written_gib")
-
-
-# ------------------------------------------------------------------------------------------------------------- history
+def test_figures_of_what_a_run_uses_come_last_and_folded() -> None:
+    assert is_system_metric("usage/disk_written_gib")
+    assert not is_system_metric("eval/accuracy")
 
 
 @pytest.fixture
@@ -414,10 +488,10 @@ def line(number: int, first: int | None, last: int | None, **more: Any) -> Attem
 
 
 def history(fresh: RunDir, attempt: int, first_step: int, *, rank: int = 0, **spent: float) -> History:
-    sheet = Timesheet()
-    sheet.spent |= spent
+    breakdown = TimeBreakdown()
+    breakdown.spent |= spent
     session: Any = SimpleNamespace(attempt=attempt, is_main=rank == 0, run_dir=fresh.path)
-    return History(session, first_step, sheet)
+    return History(session, first_step, breakdown)
 
 
 def test_the_shares_are_of_the_time_since_the_submission_over_all_attempts(fresh: RunDir) -> None:

@@ -1,7 +1,5 @@
 """Why a run failed: its attempts' records, its ranks' error files and logs. They may be in any state."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 
 from toolkit.base import fsio
-from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.report.why.diagnosis import Diagnosis
@@ -19,11 +16,6 @@ from toolkit.plugins.report.why.runs import cause_of
 from toolkit.run.attempt import advice
 
 RESET = "RuntimeError: Connection reset by peer"
-
-
-@pytest.fixture
-def run() -> RunDir:
-    return rundir.create("digits")
 
 
 def close(run: RunDir, cause: str, how: str = "exit code 1", rank: int | None = 2, **more: Any) -> None:
@@ -62,9 +54,7 @@ def named(run: RunDir) -> str | None:
 
 
 def test_a_text_is_diagnosed_as_it_is() -> None:
-    found = cause_of("KeyError: 'a'")
-    assert found is not None
-    assert found.rule == "py.key"
+    assert cause_of("KeyError: 'a'").rule == "py.key"
 
 
 def test_the_first_failing_ranks_own_words_are_the_cause(run: RunDir) -> None:
@@ -200,4 +190,16 @@ def test_the_next_step_names_a_line_only_where_it_is_to_be_mended(
     first = {"rank": 2, "host": "node2", "how": f"{kind}: {message}", "where": where}
     close(run, "crashed", f"{kind}: {message}", decision="give_up", first_failure=first)
     run.write_result(RunResult(RunState.FAILED))
-    assert (f"mend {where}" in advice.of(run)) is is_of_code
+    assert (f"fix {where}" in advice.of(run)) is is_of_code
+
+
+def test_a_run_of_a_resume_check_is_not_to_be_resumed(run: RunDir) -> None:
+    run.config.write_text("")
+    tell(run, 2, "KeyError", "'labels'")
+    close(run, "crashed", "KeyError: 'labels'", decision="give_up")
+    run.write_result(RunResult(RunState.FAILED))
+    fsio.make_dir(run.trace)
+    assert (
+        advice.of(run)
+        == "fix the cause, then check again: the run is a part of a resume-check, which resumes it itself"
+    )

@@ -1,7 +1,5 @@
 """Ranks that are slow for long, by a clock that the test moves by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +37,12 @@ class World:
         return {entry["host"]: entry["ranks"] for entry in self.named() if entry["until"] is None}
 
 
-def test_a_node_is_named_with_its_ranks_how_slow_and_since_when() -> None:
-    world = World()
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_node_is_named_with_its_ranks_how_slow_and_since_when(world: World) -> None:
     world.windows(10, EVEN)
     world.windows(20, (1.0, 1.0, 1.6, 1.6))
     assert world.named() == [{"host": "node2", "ranks": [2, 3], "ratio": 1.6, "since": 1150.0, "until": None}]
@@ -58,22 +60,19 @@ def test_one_slow_rank_of_a_node_is_named_alone_for_all_others_wait_for_it() -> 
     [(4, 60.0), (5, 11.0), (50, 1.0)],
     ids=["few windows", "too short", "many and still too short"],
 )
-def test_slow_for_a_moment_is_not_slow(count: int, every_s: float) -> None:
-    world = World()
+def test_slow_for_a_moment_is_not_slow(world: World, count: int, every_s: float) -> None:
     world.windows(count, (1.0, 1.0, 1.0, 3.0), every_s)
     assert world.named() == []
 
 
-def test_a_window_in_between_at_the_others_speed_starts_the_count_again() -> None:
-    world = World()
+def test_a_window_in_between_at_the_others_speed_starts_the_count_again(world: World) -> None:
     for _ in range(10):
         world.windows(4, (1.0, 1.0, 1.0, 3.0))
         world.windows(1, EVEN)
     assert world.named() == []
 
 
-def test_who_has_recovered_is_slow_no_more_and_remembered() -> None:
-    world = World()
+def test_who_has_recovered_is_slow_no_more_and_remembered(world: World) -> None:
     world.windows(6, (2.0, 1.0, 1.0, 1.0))
     assert world.slow() == {"node1": [0]}
     world.windows(1, EVEN)
@@ -82,8 +81,7 @@ def test_who_has_recovered_is_slow_no_more_and_remembered() -> None:
     assert world.named() == [{"host": "node1", "ranks": [0], "ratio": 2.0, "since": 1000.0, "until": 1105.0}]
 
 
-def test_what_is_usual_for_all_is_slow_for_nobody() -> None:
-    world = World()
+def test_what_is_usual_for_all_is_slow_for_nobody(world: World) -> None:
     for seconds in (1.0, 5.0, 0.2):  # the shared disk has its days
         world.windows(10, (seconds,) * 4)
     world.windows(10, (0.0,) * 4)
@@ -102,8 +100,7 @@ def test_the_usual_time_is_the_others(own_s: list[float], usual: float) -> None:
 SLIGHTLY = (1.0, 1.02, 1.1, 0.98)
 
 
-def test_a_rank_that_is_a_tenth_slower_is_named_after_half_an_hour_until_it_is_well() -> None:
-    world = World()
+def test_a_rank_that_is_a_tenth_slower_is_named_after_half_an_hour_until_it_is_well(world: World) -> None:
     world.windows(BLOCK_WINDOWS * SLIGHT_BLOCKS - 1, SLIGHTLY, every_s=20.0)
     assert world.named() == []
     world.windows(1, SLIGHTLY, every_s=20.0)
@@ -116,8 +113,7 @@ def test_a_rank_that_is_a_tenth_slower_is_named_after_half_an_hour_until_it_is_w
     assert world.slow() == {}
 
 
-def test_a_burst_in_each_block_does_not_make_a_slow_rank() -> None:
-    world = World()
+def test_a_burst_in_each_block_does_not_make_a_slow_rank(world: World) -> None:
     for _ in range(3 * SLIGHT_BLOCKS):
         world.windows(4, (1.0, 1.0, 2.0, 1.0), every_s=20.0)
         world.windows(BLOCK_WINDOWS - 4, EVEN, every_s=20.0)

@@ -1,10 +1,9 @@
 """`toolkit why`: one page from a run's own files, whatever became of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ from tests.unit.cli.test_listing import NOW, RECOVERED, SLOW, run, stands, told 
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE
 from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.cli import notes
+from toolkit.cli import columns
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
 
@@ -46,8 +45,8 @@ def why(command: Command, *arguments: str) -> str:
     return printed.out
 
 
-def page(run: RunDir, command: Command) -> list[str]:
-    return why(command, run.id).splitlines()
+def page(run: RunDir, command: Command, *options: str) -> list[str]:
+    return why(command, run.id, *options).splitlines()
 
 
 def document(run: RunDir, command: Command) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def crashed(run: RunDir) -> None:
 
 def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(run: RunDir, command: Command) -> None:
     crashed(run)
-    lines = page(run, command)
+    lines = page(run, command, "--all")
     assert lines[:2] == [f"digits/{run.id}: failed", "  rank 2 on node2: ValueError: boom 2"]
     assert "first failure: rank 2 on node2, attempt 2: ValueError: boom 2" in lines
     begun = lines.index("  Traceback (most recent call last):")
@@ -89,12 +88,39 @@ def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(run:
     assert f"  log: {run.path}/logs/attempt-002/rank-2.log" in lines
     assert "last checkpoint: step 100" in lines
     assert "steps lost: 70 (reached step 170)" in lines
-    assert lines[-1] == f"next: mend the cause, then `toolkit resume {run.id}` goes on from the last checkpoint"
+    assert lines[-1] == f"next: fix the cause, then `toolkit resume {run.id}` continues from the last checkpoint"
+
+
+def test_a_crash_fits_in_ten_lines_with_the_users_own_line(run: RunDir, command: Command) -> None:
+    crashed(run)
+    lines = page(run, command)
+    assert len(lines) == 9
+    assert lines[:2] == [f"digits/{run.id}: failed", "first failure: rank 2 on node2, attempt 2: ValueError: boom 2"]
+    assert re.fullmatch(r"  at test_why\.py:\d+ in told_by_rank: raise ValueError\(words\)", lines[2])
+    assert "attempts: 2 (preempted, crashed)" in lines
+
+
+def test_what_was_decided_stays_where_the_failure_has_its_own_line(run: RunDir, command: Command) -> None:
+    crashed(run)
+    why = "rank 2 on node2: ValueError: boom 2; given up after 2 failures"
+    run.write_result(RunResult.from_json({"state": "failed", "attempts": 2, "metrics": {}, "why": why}))
+    assert page(run, command)[1] == "  given up after 2 failures"
+
+
+def test_a_lost_connection_is_not_the_cause_of_what_failed_before_it(run: RunDir, command: Command) -> None:
+    crashed(run)
+    run.error_file(2, 2).unlink()  # it ended by an exit code
+    told_by_rank(run, 2, 0, "Connection closed by peer [127.0.0.1]:28849", 12.0)
+    run.rank_log(2, 2).write_text("step 1 loss 2.0\nbye\n")
+    run.error_file(2, 3).unlink()
+    lines = page(run, command)
+    assert f"cause: not known; the last lines of {run.rank_log(2, 2)}:" in lines
+    assert not [line for line in lines if "lost its connection" in line]
 
 
 def test_every_attempt_has_its_line_in_the_table(run: RunDir, command: Command) -> None:
     crashed(run)
-    table = [line.split() for line in page(run, command)]
+    table = [line.split() for line in page(run, command, "--all")]
     assert ["ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION"] in table
     assert ["1", "41", "2", "4", "0", "to", "120", "preempted", "requeue"] in table
     assert ["2", "41", "2", "4", "100", "to", "170", "crashed", "give_up"] in table
@@ -106,7 +132,7 @@ def test_of_a_long_traceback_the_end_is_shown(run: RunDir, command: Command) -> 
     fsio.make_dir(run.attempt_logs(1))
     frames = "".join(f"frame {i}\n" for i in range(100))
     fsio.write_json(run.error_file(1, 0), {"message": "deep", "traceback": f"{frames}ValueError: deep\n"})
-    lines = page(run, command)
+    lines = page(run, command, "--all")
     assert "  ValueError: deep" in lines
     assert "  frame 99" in lines
     assert "  frame 0" not in lines
@@ -143,7 +169,7 @@ def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(run
     assert lines[0] == f"digits/{run.id}: requeued"
     assert lines[1] == "  preempted, so requeue"
     assert "first failure: rank 1 on node1, attempt 1: killed by SIGKILL" in lines
-    assert lines[-1].startswith("next: nothing to do; it goes on when Slurm starts the job again")
+    assert lines[-1].startswith("next: nothing to do; it continues when Slurm starts the job again")
 
 
 def test_a_run_that_works_is_left_alone(run: RunDir, command: Command) -> None:
@@ -161,12 +187,10 @@ def test_a_run_that_never_started_says_so(run: RunDir, status: dict[str, Any], c
     assert page(run, command) == [
         f"digits/{run.id}: {status.get('state', 'unknown')}",
         "  not started yet",
-        "",
         "last checkpoint: none",
-        "",
         "next: nothing to do; it begins when Slurm starts its job"
         if status
-        else f"next: `toolkit status {run.id}` says how it stands",
+        else f"next: `toolkit status {run.id}` shows its state",
     ]
 
 
@@ -174,7 +198,7 @@ def test_of_a_queued_run_it_is_said_what_it_waits_for(
     run: RunDir, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.write_status(RunStatus.from_json({"state": "queued", "progress": {}, "updated": time.time()}))
-    monkeypatch.setattr(notes, "of", lambda row: ["waits for higher jobs; Slurm expects it at 12:00"])
+    monkeypatch.setattr(columns, "notes_of", lambda row: ["waits for higher jobs; Slurm expects it at 12:00"])
     assert page(run, command)[1:3] == ["  not started yet", "  waits for higher jobs; Slurm expects it at 12:00"]
 
 
@@ -198,8 +222,8 @@ def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(ru
     info = {"py_callstack": "Traceback (most recent call last):\nRuntimeError: theirs\n", "timestamp": "1700000000"}
     fsio.write_json(run.error_file(1, 1), {"message": {"message": "RuntimeError: theirs", "extraInfo": info}})
     (run.error_file(1, 0)).write_text('{"message": {"mess')  # killed while it wrote
-    printed = command.ends(EXIT_DONE, "why", run.id)
-    assert f"{run.error_file(1, 0)} cannot be read: it is no JSON" in printed.err
+    printed = command.ends(EXIT_DONE, "why", run.id, "--all")
+    assert f"{run.error_file(1, 0)} cannot be read: it is not JSON" in printed.err
     lines = printed.out.splitlines()
     assert "first failure: rank 1 on node2, attempt 1: RuntimeError: theirs" in lines
     assert "  RuntimeError: theirs" in lines
@@ -241,7 +265,7 @@ def test_a_line_with_a_number_that_is_none_is_refused_by_its_key(run: RunDir, co
 
 def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, command: Command) -> None:
     crashed(run)
-    lines = page(run, command)
+    lines = page(run, command, "--all")
     assert "cause: ValueError: boom 2 (py.exception)" in lines
     assert "  from: rank 2 on node2, test_why.py:" in "\n".join(lines)
     assert not [line for line in lines if line.startswith("  seen:")]
@@ -250,12 +274,10 @@ def test_a_plain_error_is_its_own_cause_with_the_users_line(run: RunDir, command
     for path in run.attempt_logs(2).glob("error-*.json"):
         path.unlink()
     run.rank_log(2, 2).write_text(f"step 1\n{json.loads(text)['traceback']}")
-    lines = page(run, command)
+    lines = page(run, command, "--all")
     assert "cause: ValueError: boom 2 (py.exception)" in lines
     assert "  from: rank 2 on node2, test_why.py:" in "\n".join(lines)
 
-
-# -------------------------------------------------------------------------------------------------- the cause by rules
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -273,7 +295,7 @@ def test_the_page_names_the_cause_and_what_to_do(run: RunDir, command: Command) 
     run.rank_log(1, 1).write_text(f"step 1 loss 2.0\n{OOM}\n")
     lines = page(run, command)
     assert any(line.startswith("cause: The GPU has too little memory") for line in lines)
-    assert "  from: rank 1 on node1" in lines
+    assert f"  seen: {OOM}" in lines
     assert any("strategy.name=fsdp" in line for line in lines)
     told = document(run, command)["diagnosis"]
     assert (told["rule"], told["line"], told["log"]) == ("cuda.oom", OOM, str(run.rank_log(1, 1)))
@@ -302,7 +324,7 @@ def test_no_page_calls_the_cause_of_a_kill_in_a_stop_unknown(run: RunDir, comman
 
 def test_a_page_promises_no_checkpoint_that_there_is_not(run: RunDir, command: Command) -> None:
     crashed(run)
-    assert page(run, command)[-1].startswith("next: mend the cause, then")
+    assert page(run, command)[-1].startswith("next: fix the cause, then")
     fsio.remove_tree(run.checkpoints)
     assert page(run, command)[-1].endswith(" starts over, as there is no checkpoint")
 

@@ -1,7 +1,5 @@
 """The supervisor with nodes that the checks find bad."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -12,7 +10,7 @@ import pytest
 
 from tests.process_limits import ChangeLimits
 from tests.unit.run.test_supervisor import Ranks, completes
-from tests.unit.run.test_supervisor_nodes import AGENTS, HOSTS, UnheardKill, network, run, slurm, supervise  # noqa: F401
+from tests.unit.run.test_supervisor_nodes import AGENTS, HOSTS, UnheardKill, supervise
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.messages import CheckAnswered
@@ -24,6 +22,8 @@ from toolkit.plugins.site.checks.verdict import NodesReport
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise.supervisor import Supervisor
+
+pytestmark = pytest.mark.usefixtures("network")
 
 
 class Preflight:
@@ -148,9 +148,7 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
     assert (line.cause, line.step_end) == (cause, None)
     assert run.status().bad_nodes == {}
     assert slurm.excluded == {}
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
+    assert slurm.show_job("1").state == ("PENDING" if cause == "preempted" else "COMPLETING")
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:

@@ -1,7 +1,5 @@
 """The checks of one node, with facts of nodes other than the test machine."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -22,13 +20,10 @@ from toolkit.devices.on_node import Gpus, GpusError, Load, WatchedGpu
 from toolkit.plugins.node_watch.nvml import is_visible
 from toolkit.plugins.site.checks import ANSWER_HEAD, CheckAnswer, Finding, devices, host
 from toolkit.plugins.site.checks.devices import IbPort, infiniband_ports, interfaces
-from toolkit.plugins.site.checks.verdict import Heard, judge
+from toolkit.plugins.site.checks.verdict import NodeCheck, judge
 from toolkit.slurm import network
 
 ROOT = Path(__file__).parents[3]
-
-
-# ------------------------------------------------------------------------------------------------------------- cpus
 
 
 @pytest.mark.parametrize(("usable", "severity"), [(8, "ok"), (64, "ok"), (7, "bad"), (1.5, "bad")])
@@ -62,9 +57,6 @@ def test_cgroup_1_has_its_quota_in_two_files(tmp_path: Path) -> None:
         (folder / name).write_text(f"{value}\n")
     groups = "4:memory:/slurm/job_1\n3:cpu,cpuacct:/slurm/job_1\n"
     assert list(host.cpu_quotas(groups, tmp_path)) == [2.0]
-
-
-# ---------------------------------------------------------------------------------------------------------- storage
 
 
 @pytest.fixture
@@ -132,7 +124,7 @@ def test_a_file_that_is_seen_late_is_seen(shared: Path) -> None:
     late = shared / "late"
     writer = threading.Timer(0.1, lambda: late.write_text("word"))
     writer.start()
-    assert host.read_soon(late, "word", within_s=10) == "word"
+    assert host.wait_for_text(late, "word", within_s=10) == "word"
     writer.join()
 
 
@@ -159,9 +151,6 @@ def test_room_is_bytes_and_inodes(
     assert host.check_space("temp space", Path("/tmp")).severity == severity
 
 
-# ---------------------------------------------------------------------------------------------------------- devices
-
-
 def four(environ: Mapping[str, str], used: Sequence[int] = (4, 4, 4, 4), users: Sequence[int] = ()) -> Gpus:
     """Play a node with four H100 of which a variable may hide some. ``used`` is in MiB."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -170,7 +159,7 @@ def four(environ: Mapping[str, str], used: Sequence[int] = (4, 4, 4, 4), users: 
         cannot_tell = ""
         gpus = tuple(WatchedGpu(i, i, "H100") for i in range(4) if is_visible(i, f"GPU-{i}a5c", visible))
 
-        def load(self, gpu: WatchedGpu) -> Load:
+        def utilization(self, gpu: WatchedGpu) -> Load:
             return Load(0.0, used[gpu.index] << 20, None, None, 81559 << 20)
 
         def processes(self, gpu: WatchedGpu) -> Sequence[int]:
@@ -220,7 +209,7 @@ def test_what_a_driver_does_not_tell_is_a_note_and_no_warning() -> None:
     gpus = four({})
     gpus.cannot_tell = "nothing of its fans"
     found = devices.check_gpus(4, {}, lambda _: gpus)
-    report = judge([Heard("n1", found), Heard("n2", found)], 0.1)
+    report = judge([NodeCheck("n1", found), NodeCheck("n2", found)], 0.1)
     assert report.is_fine
     assert report.summary() == ["checks of 2 nodes: 0 bad, 0 with warnings (0.1 s)", "note: nothing of its fans"]
 
@@ -258,9 +247,6 @@ def test_the_active_infiniband_ports_are_the_figure(tmp_path: Path) -> None:
     assert (found.figure, found.value) == ("mlx5_0:1", 1.0)
 
 
-# ------------------------------------------------------------------------------------------------------------- host
-
-
 def test_a_slow_look_up_is_a_warning_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 110.2])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
@@ -292,9 +278,6 @@ def test_the_users_interface_is_the_ranks_interface() -> None:
     assert network.rank_address({"GLOO_SOCKET_IFNAME": "lo"}, "192.0.2.1") == "127.0.0.1"
     with pytest.raises(ToolkitError, match="GLOO_SOCKET_IFNAME=nowhere0"):
         network.rank_address({"GLOO_SOCKET_IFNAME": "nowhere0"}, "192.0.2.1")
-
-
-# ----------------------------------------------------------------------------------------------------- the process
 
 
 def answer(**request: object) -> CheckAnswer:

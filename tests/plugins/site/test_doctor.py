@@ -1,6 +1,4 @@
-"""`toolkit doctor` without Slurm and in an allocation, its reading of a step's lines (played), and `toolkit env`."""
-
-from __future__ import annotations
+"""`toolkit doctor` without Slurm and in an allocation, a step's lines (played), and `toolkit placement`."""
 
 import json
 import time
@@ -16,7 +14,7 @@ from tests.process_limits import ChangeLimits
 from toolkit.cli.main import main
 from toolkit.plugins.site import doctor
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, ok
-from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge
+from toolkit.plugins.site.checks.verdict import NodeCheck, NodesReport, judge
 from toolkit.plugins.site.doctor import CheckStep, StepLine, ask_nodes, step_line
 
 
@@ -41,7 +39,7 @@ def test_without_slurm_it_checks_this_machine(capsys: pytest.CaptureFixture[str]
     [
         (["--nodes", "2"], "2 nodes need Slurm"),
         (["--nodes", "0"], "1 or more"),
-        (["a.yaml", "b.yaml"], "one CONFIG at most"),
+        (["a.yaml", "b.yaml"], "takes one CONFIG at most"),
         (["cluster.partitoin=gpu"], "did you mean 'cluster.partition'"),
     ],
 )
@@ -76,9 +74,9 @@ def test_nodes_of_a_heterogeneous_job_are_not_looked_at_in_one_step(
 
 def test_the_table_has_a_row_for_each_node_and_no_column_without_figures() -> None:
     nodes = [
-        Heard("node1", [Finding("cpus", "ok", "8")]),
-        Heard("node2", [Finding("cpus", "bad", "4 of 8", "only 4 of the 8 CPUs")]),
-        Heard("node3"),
+        NodeCheck("node1", [Finding("cpus", "ok", "8")]),
+        NodeCheck("node2", [Finding("cpus", "bad", "4 of 8", "only 4 of the 8 CPUs")]),
+        NodeCheck("node3"),
     ]
     report = judge(nodes, 1.0)
     assert doctor.rows(report) == [
@@ -240,11 +238,11 @@ def test_thousands_of_nodes_with_texts_of_their_own_are_told_apart() -> None:
     report = judge(nodes, took_s, errors)
     assert len(report.summary()) == 5001
     assert "its own trouble node4999" in report.bad["node4999"]
-    assert "nothing is known of it" in report.warnings["node0"]
+    assert "its state is unknown" in report.warnings["node0"]
 
 
 def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(command: Command) -> None:
-    assert "cluster.nodes: 0 is refused" in command.refuses("doctor", "cluster.nodes=0")
+    assert "cluster.nodes: 0 is out of range" in command.refuses("doctor", "cluster.nodes=0")
 
 
 def test_a_rank_that_nothing_tells_where_its_supervisor_is_says_so(
@@ -253,4 +251,4 @@ def test_a_rank_that_nothing_tells_where_its_supervisor_is_says_so(
     monkeypatch.setenv("TOOLKIT_SUPERVISED", "1")
     for name in ("MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"):
         monkeypatch.delenv(name, raising=False)
-    assert "unset TOOLKIT_SUPERVISED" in command.refuses("env")
+    assert "unset TOOLKIT_SUPERVISED" in command.refuses("placement")

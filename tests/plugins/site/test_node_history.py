@@ -1,7 +1,5 @@
 """Nodes that have ended attempts of several runs, or are slow: used last, and named."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time
@@ -18,7 +16,7 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.site import node_history
 from toolkit.plugins.site.checks import Finding
 from toolkit.plugins.site.checks.host import CORE, MEMORY, SPEEDS, best_s, check_speeds
-from toolkit.plugins.site.checks.verdict import Heard, judge
+from toolkit.plugins.site.checks.verdict import NodeCheck, judge
 from toolkit.run.job.nodes import Nodes
 
 JOB = Allocation(("n1", "n2", "n3", "n4"), (1, 1, 1, 1), 1, job_id="7")
@@ -41,7 +39,6 @@ def test_a_node_that_has_ended_attempts_of_two_runs_is_used_last_and_named(
         "n2": "ended 2 attempts of 2 runs in 30 days, the last 0 s ago: it was lost"
     }
     plan = Nodes(third, JOB, spare=1, allow_fewer=False, doubtful=node_history.doubtful_for(third)).plan()
-    assert plan is not None
     assert plan.hosts == ("n1", "n3", "n4")
     assert "node n2 ended 2 attempts of 2 runs" in caplog.text
     third.write_status(RunStatus(nodes=("n2", "n3")))
@@ -53,7 +50,6 @@ def test_without_a_spare_a_doubtful_node_is_used_all_the_same(tmp_path: Path) ->
     for run in (run_in(tmp_path), run_in(tmp_path)):
         node_history.note(run, {"n2": "it was lost"})
     plan = Nodes(run, JOB, spare=0, allow_fewer=False, doubtful=node_history.doubtful_for(run)).plan()
-    assert plan is not None
     assert {*plan.hosts} == {*JOB.hosts}
 
 
@@ -83,7 +79,6 @@ def test_a_history_that_cannot_be_read_now_makes_no_node_doubtful(
     run = run_in(tmp_path)
     monkeypatch.setattr(node_history, "doubtful", fails)
     plan = Nodes(run, JOB, spare=1, allow_fewer=False, doubtful=node_history.doubtful_for(run)).plan()
-    assert plan is not None
     assert plan.hosts == ("n1", "n2", "n3")
     assert "is not known" in caplog.text
 
@@ -100,9 +95,9 @@ def test_the_line_of_a_writer_that_died_costs_no_other_one(tmp_path: Path, caplo
     assert caplog.text.count(f"{tmp_path / FILE}, line 2, cannot be read") == 1
 
 
-def heard(name: str, core: float, memory: float) -> Heard:
+def heard(name: str, core: float, memory: float) -> NodeCheck:
     findings = [Finding(check, "ok", f"{value:g}", value=value) for check, value in ((CORE, core), (MEMORY, memory))]
-    return Heard(name, findings, (0.0, 0.0))
+    return NodeCheck(name, findings, (0.0, 0.0))
 
 
 def test_a_node_with_a_slow_core_or_memory_is_a_warning_and_used_last(tmp_path: Path) -> None:
@@ -114,9 +109,7 @@ def test_a_node_with_a_slow_core_or_memory_is_a_warning_and_used_last(tmp_path: 
     assert judge(even[:2], 1.0).slow == {}
     nodes = Nodes(run_in(tmp_path), JOB, spare=1, allow_fewer=False)
     nodes.doubt(report.slow)
-    plan = nodes.plan()
-    assert plan is not None
-    assert plan.hosts == ("n1", "n3", "n4")
+    assert nodes.plan().hosts == ("n1", "n3", "n4")
 
 
 def test_the_speeds_are_those_of_a_copy_and_of_hashing() -> None:

@@ -1,7 +1,5 @@
 """The report on nodes that answer, and on nodes that do not, and slow GPUs. The agents are played."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,7 +26,7 @@ from toolkit.nodes.start.agents import NodeAnswered, NodeSilent
 from toolkit.plugins.site import gpu_measure
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding, host, ok, preflight
 from toolkit.plugins.site.checks.preflight import report_on_nodes
-from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge
+from toolkit.plugins.site.checks.verdict import NodeCheck, NodesReport, judge
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 
@@ -196,7 +194,7 @@ def test_agents_that_cannot_be_started_at_all_say_why_and_blame_nobody(tmp_path:
     plays = {host: Play(silent=NodeSilent(host, words, is_certain=False)) for host in HOSTS}
     report = examined(tmp_path, plays)
     assert report.bad == {}
-    assert "the checks could not be made" in report.common[0]
+    assert "the checks could not be run" in report.common[0]
     assert words in report.common[0]
 
 
@@ -226,9 +224,6 @@ def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
     assert [agents.requests[host].cpus_of(0) for host in HOSTS] == [6, 4, 6, 4]
 
 
-# ------------------------------------------------------------------------------------------------- late, and many nodes
-
-
 @pytest.mark.parametrize("silent", [HOSTS[1:2], HOSTS[1:]])
 def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(
     tmp_path: Path, change_limits: ChangeLimits, silent: Sequence[str]
@@ -238,7 +233,7 @@ def test_a_node_of_which_nothing_is_heard_in_time_is_unknown_and_not_bad(
     assert (report.bad, report.common) == ({}, ())
     assert report.is_fine
     assert list(report.warnings) == list(report.unknown) == list(silent)
-    assert "nothing is known of it" in report.warnings["node2"]
+    assert "its state is unknown" in report.warnings["node2"]
 
 
 def test_a_late_spare_does_not_keep_the_others_waiting(tmp_path: Path, change_limits: ChangeLimits) -> None:
@@ -265,8 +260,8 @@ def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
     nodes = 3_000
     hosts = [f"node{number}" for number in range(nodes)]
     reads: list[Path] = []
-    read_soon: Callable[..., str | None] = host.read_soon
-    monkeypatch.setattr(host, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest))
+    wait_for_text: Callable[..., str | None] = host.wait_for_text
+    monkeypatch.setattr(host, "wait_for_text", lambda path, *rest: reads.append(path) or wait_for_text(path, *rest))
 
     class Many(Agents):
         def request(self, orders: Mapping[str, CheckOrder], heard: SimpleQueue[Any]) -> int:
@@ -306,15 +301,15 @@ def test_several_findings_of_one_node_are_not_taken_for_a_fault_of_every_node() 
     """A starved node does not get through any of its checks, each of which then says the same."""
     slow, ok = Finding("answer", "bad", "none", "does not get through its checks"), Finding("answer", "ok", "in time")
     starved, well = [slow, slow, slow], [ok]
-    one = judge([Heard("node1", starved), Heard("node2", well), Heard("node3", well)], 1.0)
+    one = judge([NodeCheck("node1", starved), NodeCheck("node2", well), NodeCheck("node3", well)], 1.0)
     assert (set(one.bad), one.common) == ({"node1"}, ())
-    both = judge([Heard("node1", starved), Heard("node2", starved)], 1.0)
+    both = judge([NodeCheck("node1", starved), NodeCheck("node2", starved)], 1.0)
     assert (both.bad, both.common) == ({}, (slow.text,))
 
 
 def test_a_node_that_answers_at_once_is_not_behind_those_that_answer_late() -> None:
     """A late answer does not tell when its clock was read. Before, the early one was 10 s "behind the others"."""
-    nodes = [Heard(f"node{number}") for number in range(5)]
+    nodes = [NodeCheck(f"node{number}") for number in range(5)]
     for number, node in enumerate(nodes):
         late_s = 5.0 * number
         answer = CheckAnswer(node.name, 0.0, 0.0, ())
@@ -329,8 +324,8 @@ def text(gemm: list[float], copy: list[float]) -> str:
 
 def test_a_gpu_that_is_a_tenth_slower_than_the_jobs_median_is_named() -> None:
     even = text([100.0, 98.0], [50.0, 51.0])
-    assert preflight.compare({"n1": even, "n2": even, "n3": even}) == {}
-    found = preflight.compare(
+    assert preflight.find_slow_gpus({"n1": even, "n2": even, "n3": even}) == {}
+    found = preflight.find_slow_gpus(
         {"n1": even, "n2": text([99.0, 88.0], [50.0, 50.0]), "n3": text([99.0, 99.0], [25.0, 50.0])}
     )
     assert found == {
@@ -342,7 +337,7 @@ def test_a_gpu_that_is_a_tenth_slower_than_the_jobs_median_is_named() -> None:
 @pytest.mark.parametrize("answer", ["", "No module named torch", "[]", '{"gemm": 3}', '{"gemm": ["x"], "copy": []}'])
 def test_a_node_without_figures_is_left_out(answer: str, caplog: pytest.LogCaptureFixture) -> None:
     even = text([100.0, 98.0], [50.0, 51.0])
-    assert preflight.compare({"n1": even, "n2": even, "n3": answer}) == {}
+    assert preflight.find_slow_gpus({"n1": even, "n2": even, "n3": answer}) == {}
     assert "is not known" in caplog.text
 
 

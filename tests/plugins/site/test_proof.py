@@ -3,8 +3,6 @@
 The played sites keep their promises, or break one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +19,7 @@ from toolkit.plugins.site import proof
 from toolkit.plugins.site.proof import Proof
 from toolkit.plugins.site.proof_rank import FOLLOWED, MEASURED, Followed, Measured
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.attempt.facts import Cause, Decision
+from toolkit.run.attempt.verdict import Cause, Decision
 from toolkit.run.submission.handle import Run
 from toolkit.slurm.jobs import JobStatus
 
@@ -169,9 +167,7 @@ def test_a_command_that_ends_early_leaves_no_follow_up_job(trial: Trial, monkeyp
     # Rank 0 writes its record while the run is canceled.
     monkeypatch.setattr(Run, "cancel", lambda _: trial.measure(follower=follower))
     started.end()
-    status = trial.slurm.show_jobs([follower])[follower]
-    assert status is not None
-    assert status.state == "CANCELLED"
+    assert trial.slurm.show_jobs([follower])[follower].state == "CANCELLED"
 
 
 def test_the_time_in_the_queue_does_not_count(

@@ -1,7 +1,5 @@
 """resume-check: the places of its kills, and the comparison of traces line by line."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,31 +9,33 @@ import pytest
 import torch
 
 from toolkit.base.errors import RequestError
-from toolkit.plugins.site.resume_check import FARTHEST, choose_strikes
+from toolkit.plugins.site.resume_check import FARTHEST, choose_interruptions
 from toolkit.plugins.site.resume_compare import (
     EPOCH_END,
     FIRST_EPOCH,
     LATER_EPOCH,
-    CheckPlan,
-    WitnessRecord,
+    InterruptionPlan,
+    TraceRecord,
     _at,
     _by_position,
-    places,
+    resume_points,
 )
 from toolkit.ranks.batch import Batch
-from toolkit.train.trace import StepTrace
+from toolkit.train.step_digests import StepDigests
 
 
 def of_epochs(*lengths: int) -> dict[int, str]:
     epochs = [number for number, length in enumerate(lengths) for _ in range(length)]
     lines: Any = {step: {0: {"epoch": epoch}} for step, epoch in enumerate(epochs)}
-    return places(WitnessRecord(lines, {}, {}, []))
+    return resume_points(TraceRecord(lines, {}, {}, []))
 
 
 def strikes(
-    seed: int, *lengths: int, plan: CheckPlan | None = None, every: int | None = None, ranks: int = 4
+    seed: int, *lengths: int, plan: InterruptionPlan | None = None, every: int | None = None, ranks: int = 4
 ) -> list[dict[str, Any]]:
-    return choose_strikes(plan or CheckPlan(), ranks, of_epochs(*lengths), sum(lengths), every, random.Random(seed))
+    return choose_interruptions(
+        plan or InterruptionPlan(), ranks, of_epochs(*lengths), sum(lengths), every, random.Random(seed)
+    )
 
 
 def test_any_rank_is_struck() -> None:
@@ -75,10 +75,10 @@ def test_a_kill_follows_a_checkpoint_of_each_place_that_there_is(
 
 
 def test_a_step_that_is_asked_for_is_struck_after_a_checkpoint_soon_before_it() -> None:
-    (one,) = strikes(1, 60, plan=CheckPlan(step=25))
+    (one,) = strikes(1, 60, plan=InterruptionPlan(step=25))
     assert one["step"] == 25
     assert 25 - FARTHEST < one["saved"] <= 25
-    (at_the_users_pace,) = strikes(1, 60, plan=CheckPlan(step=25), every=1000)
+    (at_the_users_pace,) = strikes(1, 60, plan=InterruptionPlan(step=25), every=1000)
     assert (at_the_users_pace["step"], at_the_users_pace["saved"]) == (25, 0)
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_is_asked_for_is_struck_after_a_checkpoint_soon_before_it() 
 )
 def test_a_check_that_could_prove_nothing_is_refused(at: int | None, steps: int, every: int | None, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        strikes(1, steps, plan=CheckPlan(step=at), every=every)
+        strikes(1, steps, plan=InterruptionPlan(step=at), every=every)
 
 
 PAIR = {"positions": [4, 5], "samples": [7, 8], "inputs": ["a", "b"], "targets": ["c", "d"]}
@@ -117,7 +117,7 @@ def test_a_batch_of_any_shape_is_compared_by_what_is_known_of_it(line: dict[str,
 def test_a_batch_with_a_scalar_beside_its_rows_has_one_digest(tmp_path: Path) -> None:
     """Before, the scalar ended the trace with "iteration over a 0-d tensor"."""
     session: Any = SimpleNamespace(attempt=1, rank=0, run_dir=tmp_path)
-    trace = StepTrace("{}", session, {})
+    trace = StepDigests("{}", session, {})
     rows = Batch({"rows": torch.ones(2, 3)}, torch.tensor([4, 5]), 2)
     with_scalar = Batch({"rows": torch.ones(2, 3), "scale": torch.tensor(2.0)}, torch.tensor([4, 5]), 2)
     digests = []
@@ -142,7 +142,7 @@ def test_inputs_that_differ_are_named_by_sample_or_tensor(
 ) -> None:
     """Before, batches of a DataLoader ended the comparison with an IndexError exactly where they differed."""
     mine, other = ({0: {"samples": samples, "inputs": each, "logged": {}}} for each in (ours, theirs))
-    assert _at(mine, other, CheckPlan(), (), exact=True) == {"inputs": f"rank 0{expected}"}
+    assert _at(mine, other, InterruptionPlan(), (), exact=True) == {"inputs": f"rank 0{expected}"}
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_state_that_differs_is_named_by_key_with_both_values(
     kind: str, ours: dict[str, str], theirs: dict[str, str], expected: str
 ) -> None:
     mine, other = ({0: {"samples": [], "logged": {}, kind: each}} for each in (ours, theirs))
-    assert _at(mine, other, CheckPlan(), (), exact=True) == {kind: f"rank 0{expected}"}
+    assert _at(mine, other, InterruptionPlan(), (), exact=True) == {kind: f"rank 0{expected}"}

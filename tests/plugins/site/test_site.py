@@ -1,7 +1,5 @@
 """A cluster's description of itself, as `toolkit doctor` shows it and `init` uses it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,7 @@ import pytest
 
 from toolkit.cli.main import main
 from toolkit.config import JobConfig, load_config, validate
-from toolkit.config.schema import FOREIGN_JOB
+from toolkit.config.schema import SCRIPT_JOB
 from toolkit.plugins.site import doctor, reservations
 from toolkit.plugins.site.site_profile import SiteProfile, read_site
 from toolkit.slurm.commands import Slurm
@@ -160,7 +158,7 @@ def test_half_a_slurm_and_a_silent_controller_are_said(
     (programs.folder / "scontrol").unlink()
     assert main(["doctor", "--site"]) == 0
     assert "only half installed here: not on PATH: scontrol" in capsys.readouterr().out
-    assert main(["init"]) == 2
+    assert main(["site", "init"]) == 2
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", "--site", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -191,40 +189,40 @@ def test_that_requeues_are_expedited_or_forbidden_is_said() -> None:
 def test_init_writes_defaults_that_are_valid_and_keeps_what_is_there(
     programs: Programs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["init", "--print"]) == 0
+    assert main(["site", "init", "--print"]) == 0
     path = Path(os.environ["HOME"]) / ".config/toolkit/site.yaml"
     assert not path.exists()
-    assert main(["init"]) == 0
+    assert main(["site", "init"]) == 0
     assert path.read_text() in capsys.readouterr().out
-    config = load_config(None, [f"job={FOREIGN_JOB}"])
+    config = load_config(None, [f"job={SCRIPT_JOB}"])
     validate(config)
     cluster = config.cluster
     assert (cluster.partition, cluster.account, cluster.qos, cluster.time_min) == ("normal", "lab1", "normal", 60)
-    assert cluster.signal_delay_s == JobConfig().cluster.signal_delay_s
+    assert cluster.save_before_limit_s == JobConfig().cluster.save_before_limit_s
     assert "#   gpus_per_node: 4\n#   gpu_type: a100" in path.read_text()
     path.write_text("cluster: {account: mine}\n")
-    assert main(["init"]) == 2
-    assert "is there already, and is kept" in capsys.readouterr().err
+    assert main(["site", "init"]) == 2
+    assert "already exists and is kept" in capsys.readouterr().err
     assert path.read_text() == "cluster: {account: mine}\n"
-    assert main(["init", "--force", "--partition", "debug"]) == 0
+    assert main(["site", "init", "--force", "--partition", "debug"]) == 0
     assert "partition: debug" in path.read_text()
     assert "account: lab2" in path.read_text()
 
 
 def test_init_says_why_it_names_no_account(programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
     programs.add("sacctmgr", {"show qos": QOS})
-    assert main(["init", "--print"]) == 0
+    assert main(["site", "init", "--print"]) == 0
     assert "# account, qos: Slurm lists none for you\n" in capsys.readouterr().out
     programs.scontrol(CONFIG.replace("accounting_storage/slurmdbd", "accounting_storage/none"))
-    assert main(["init", "--print"]) == 0
+    assert main(["site", "init", "--print"]) == 0
     assert "# account, qos: accounting is off\n" in capsys.readouterr().out
 
 
 def test_init_refuses_an_unknown_partition_with_the_nearest(
     programs: Programs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["init", "--partition", "debgu"]) == 2
-    assert "--partition: there is no 'debgu'; did you mean 'debug'?" in capsys.readouterr().err
+    assert main(["site", "init", "--partition", "debgu"]) == 2
+    assert "--partition: unknown partition 'debgu'; did you mean 'debug'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The copies of a node: whole or absent, shared by jobs, removed when unused."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
@@ -31,13 +29,11 @@ from toolkit.config import JobConfig
 from toolkit.nodes.agent.helpers import Helpers
 from toolkit.nodes.agent.messages import Message, NodeStaged, StacksOrder, StageOrder
 from toolkit.nodes.start import agent_starters
-from toolkit.nodes.start.launcher import (
-    AllRanksEnded,
-)
-from toolkit.plugins.staging import copying, package
+from toolkit.nodes.start.launcher import AllRanksEnded
+from toolkit.plugins.staging import archive, copying
 from toolkit.plugins.staging import node_side as copies
-from toolkit.plugins.staging.copying import CopyRequest, DamagedPackageError
-from toolkit.plugins.staging.package import Package, PackageSource, PackRequest, StagingError
+from toolkit.plugins.staging.archive import Archive, ArchiveSource, PackRequest, StagingError
+from toolkit.plugins.staging.copying import CopyRequest, DamagedArchiveError
 from toolkit.plugins.staging.supervisor_side import NodeStaging
 
 
@@ -65,8 +61,8 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def packed(source: Path, cache: Path, program: str | None = None) -> Package:
-    return package.pack(PackageSource(str(source), program), PackRequest(str(cache), ()))
+def packed(source: Path, cache: Path, program: str | None = None) -> Archive:
+    return archive.pack(ArchiveSource(str(source), program), PackRequest(str(cache), ()))
 
 
 def content(folder: Path) -> dict[str, object]:
@@ -77,13 +73,13 @@ def content(folder: Path) -> dict[str, object]:
     }
 
 
-def copied(made: Package, node: Path) -> Path:
+def copied(made: Archive, node: Path) -> Path:
     copy = copying.copy(made, [node])
     os.close(copy.lock)
     return copy.path
 
 
-def own_folder(node: Path, made: Package | None = None) -> Path:
+def own_folder(node: Path, made: Archive | None = None) -> Path:
     """Return the user's folder on the node's disk, or that of one copy."""
     own = node / f"toolkit-stage-{os.geteuid()}"
     return own if made is None else own / made.key
@@ -127,8 +123,12 @@ def test_a_file_is_its_own_package(source: Path, node: Path, cache: Path) -> Non
     assert copy.stat().st_mtime_ns == (source / "a.txt").stat().st_mtime_ns, "an index of its samples fits every copy"
 
 
-def test_a_second_job_finds_the_copy_of_the_first(source: Path, node: Path, cache: Path) -> None:
-    made = packed(source, cache)
+@pytest.fixture
+def made(source: Path, cache: Path) -> Archive:
+    return packed(source, cache)
+
+
+def test_a_second_job_finds_the_copy_of_the_first(made: Archive, node: Path) -> None:
     first = copying.copy(made, [node])
     Path(made.file).unlink()
     second = copying.copy(made, [node])
@@ -147,8 +147,7 @@ def test_a_copy_that_lost_a_file_or_is_of_another_boot_is_made_anew(source: Path
     assert content(copied(made, node)) == content(source)
 
 
-def test_a_kill_at_any_write_leaves_no_torn_copy(source: Path, node: Path, cache: Path) -> None:
-    made = packed(source, cache)
+def test_a_kill_at_any_write_leaves_no_torn_copy(made: Archive, source: Path, node: Path) -> None:
     for number in itertools.count(1):
         was_killed = killed_at(number, lambda: copying.copy(made, [node]))
         folder = own_folder(node, made)
@@ -182,18 +181,18 @@ def test_a_damaged_package_is_found_by_its_digest(source: Path, node: Path, cach
     else:
         del data[4000:]
     Path(made.file).write_bytes(data)
-    with pytest.raises(DamagedPackageError, match="damaged"):
+    with pytest.raises(DamagedArchiveError, match="is damaged"):
         copying.copy(made, [node])
     assert not list(own_folder(node).iterdir())
     # the supervisor throws it away, and the next start makes another one
-    package.discard(made)
+    archive.discard(made)
     assert content(copied(packed(source, cache), node)) == content(source)
 
 
 def test_a_file_that_changes_meanwhile_is_not_taken(source: Path, node: Path, cache: Path) -> None:
     made = packed(source / "a.txt", cache)
     (source / "a.txt").write_text("b" * 5000)
-    with pytest.raises(DamagedPackageError, match=r"a\.txt is damaged, or was changed"):
+    with pytest.raises(DamagedArchiveError, match=r"a\.txt is damaged, or was changed"):
         copying.copy(made, [node])
     assert packed(source / "a.txt", cache).key != made.key
 
@@ -204,7 +203,7 @@ def test_a_full_disk_is_named_and_the_next_one_taken(
     made, full = packed(source, cache), tmp_path / "full"
     full.mkdir()
     free = {full: 10, node: 10**9}
-    monkeypatch.setattr(package, "room_bytes", lambda folder: free[folder.parent])
+    monkeypatch.setattr(archive, "room_bytes", lambda folder: free[folder.parent])
     assert copying.copy(made, [full, node]).path.is_relative_to(node)
     with pytest.raises(StagingError, match=r"full has room for 10 B, and .* are needed"):
         copying.copy(made, [full])
@@ -233,8 +232,7 @@ def test_a_folder_of_somebody_else_is_not_used(source: Path, node: Path, tmp_pat
         copying.copy(made, [node])
 
 
-def test_a_folder_that_others_could_replace_is_not_used(source: Path, node: Path, cache: Path) -> None:
-    made = packed(source, cache)
+def test_a_folder_that_others_could_replace_is_not_used(made: Archive, source: Path, node: Path) -> None:
     node.chmod(0o777)
     with pytest.raises(StagingError, match=r"copies: others may write into .*node \(mode 0777\)"):
         copying.copy(made, [node])
@@ -249,7 +247,7 @@ def test_a_damaged_copy_that_another_job_uses_is_not_waited_for(
     made = packed(source, cache)
     used = copying.copy(made, [node])
     (used.path / "a.txt").unlink()
-    with pytest.raises(StagingError, match="is not whole, and another job uses it"):
+    with pytest.raises(StagingError, match="is incomplete, and another job uses it"):
         copying.copy(made, [node])
 
 
@@ -266,14 +264,12 @@ def test_unused_copies_go_and_those_in_use_stay(source: Path, node: Path, cache:
     assert content(held.path) == content(source / "sub")
 
 
-def test_two_jobs_at_once_make_one_copy(source: Path, node: Path, cache: Path) -> None:
-    made = packed(source, cache)
+def test_two_jobs_at_once_make_one_copy(made: Archive, source: Path, node: Path, cache: Path) -> None:
     request = json.dumps(CopyRequest((made,), str(node)).to_json())
     command, pipe = [sys.executable, "-m", "toolkit.plugins.staging.copying"], subprocess.PIPE
     jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     try:
         for job in jobs:
-            assert job.stdin is not None
             job.stdin.write(request)
             job.stdin.close()
             job.stdin = None
@@ -295,12 +291,12 @@ def test_a_copied_environment_starts_from_its_copy(node: Path, tmp_path: Path, c
     venv.create(prefix, symlinks=True, with_pip=False)
     site = next(prefix.glob("lib/*/site-packages"))
     (site / "marker.py").write_text("import sys\n")
-    (site / "big.a").write_bytes(bytes(package.LARGE_BYTES))
+    (site / "big.a").write_bytes(bytes(archive.LARGE_BYTES))
     (site / "elsewhere.pth").write_text(f"{tmp_path}\n")
     script = prefix / "bin/tool"
     script.write_text(f"#!{prefix}/bin/python\nimport marker, sys; print(marker.__file__, *sys.path)\n")
     script.chmod(0o755)
-    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(cache), ()))
+    made = archive.pack(ArchiveSource(str(prefix), "bin/python"), PackRequest(str(cache), ()))
     copy = copied(made, node)
     told = subprocess.run([copy / "bin/tool"], capture_output=True, text=True, check=True).stdout.split()
     assert told[0] == str(copy / site.relative_to(prefix) / "marker.py")
@@ -315,7 +311,7 @@ def test_an_environment_that_does_not_work_elsewhere_is_refused(node: Path, tmp_
     (prefix / "bin").mkdir(parents=True)
     (prefix / "bin/python").write_text("#!/bin/sh\necho /somewhere\n")
     (prefix / "bin/python").chmod(0o755)
-    made = package.pack(PackageSource(str(prefix), "bin/python"), PackRequest(str(cache), ()))
+    made = archive.pack(ArchiveSource(str(prefix), "bin/python"), PackRequest(str(cache), ()))
     with pytest.raises(StagingError, match="does not work from"):
         copying.copy(made, [node])
 
@@ -344,11 +340,11 @@ def test_packages_that_no_job_uses_are_removed(source: Path, cache: Path) -> Non
 def test_what_cannot_be_packed_is_named(source: Path, tmp_path: Path, cache: Path) -> None:
     request = PackRequest(
         str(cache),
-        (PackageSource(str(tmp_path / "none")), PackageSource("/dev/null"), PackageSource(str(source))),
+        (ArchiveSource(str(tmp_path / "none")), ArchiveSource("/dev/null"), ArchiveSource(str(source))),
         most_bytes=9,  # less than the third one has
     )
     done = subprocess.run(
-        [sys.executable, "-m", "toolkit.plugins.staging.package"],
+        [sys.executable, "-m", "toolkit.plugins.staging.archive"],
         input=json.dumps(request.to_json()),
         capture_output=True,
         text=True,
@@ -368,9 +364,6 @@ def test_a_shared_file_system_is_told_from_a_node_s_own(tmp_path: Path) -> None:
     assert this_node.file_system(Path("/homes"), mounts) == "ext4"
 
 
-# ----------------------------------------------------------------------------------------- cleaners of temporary files
-
-
 def clean(folder: Path, tmp_path: Path) -> None:
     """Let the system's own cleaner remove all that it may below ``folder``."""
     (tmp_path / "clean.conf").write_text(f"d {folder} 0755 - - 0\n")
@@ -388,8 +381,7 @@ def test_systemd_tmpfiles_leaves_a_copy_in_use_alone(source: Path, node: Path, t
     assert content(node) == {}
 
 
-def test_a_copy_in_use_is_locked_as_a_folder(source: Path, node: Path, cache: Path) -> None:
-    made = packed(source, cache)
+def test_a_copy_in_use_is_locked_as_a_folder(made: Archive, node: Path) -> None:
     copying.copy(made, [node])
     with pytest.raises(BlockingIOError):
         copying._lock(own_folder(node, made), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -415,11 +407,8 @@ def test_files_of_a_copy_count_as_just_read(source: Path, node: Path, cache: Pat
 
 def test_copies_take_half_of_the_memory_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_node, "file_system", lambda folder: "tmpfs")
-    monkeypatch.setattr(this_node, "available_bytes", lambda: 1000)
-    assert package.room_bytes(tmp_path) == 500
-
-
-# ---------------------------------------------------------------------------------------------- by the agent of a node
+    monkeypatch.setattr(this_node, "available_memory_bytes", lambda: 1000)
+    assert archive.room_bytes(tmp_path) == 500
 
 
 class Copying(NodeStaging):
@@ -456,7 +445,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
     site = Site(tmp_path)
     copying = Copying(site)
     opened(site)
-    copying.order(CopyRequest((Package("/set", "key", "/set.tar", 0, 0, True, 0, 0),)), wait_s=60.0)
+    copying.request_copies(CopyRequest((Archive("/set", "key", "/set.tar", 0, 0, True, 0, 0),)), wait_s=60.0)
     stacks_order = StacksOrder(1, ("stack-reader",), "/run", ())
     site.agents.request({"here": stacks_order}, site.events)
     log = site.run.path / "logs"
@@ -475,7 +464,7 @@ def test_an_agent_whose_helpers_cannot_be_started_goes_on(tmp_path: Path, monkey
 CHECKING_AGENT = """import sys
 from toolkit.base import process_limits
 from toolkit.nodes.agent import node
-process_limits.change(copy_is_whole_s=0.0)
+process_limits.override(copy_is_whole_s=0.0)
 node.main(sys.argv[1:])
 """
 
@@ -490,12 +479,12 @@ def test_an_attempt_does_not_use_a_copy_that_has_lost_files(
     sources[0].mkdir()
     for path in (sources[0] / "part", sources[1]):
         path.write_text("content")
-    packages = [package.pack(PackageSource(str(each)), PackRequest(str(cache), ())) for each in sources]
+    packages = [archive.pack(ArchiveSource(str(each)), PackRequest(str(cache), ())) for each in sources]
     (tmp_path / "node").mkdir()
     site = Site(tmp_path)
     copying = Copying(site)
     opened(site)
-    copying.order(CopyRequest(tuple(packages), str(tmp_path / "node")), wait_s=60.0)
+    copying.request_copies(CopyRequest(tuple(packages), str(tmp_path / "node")), wait_s=60.0)
     await_true(lambda: copying.staged)
     copies = copying.staged[0].copies
     assert [*copies] == [str(each) for each in sources]
@@ -537,7 +526,7 @@ class Serving:
         played: Any = self  # in place of Processes
         self.keeper = copies.CopyKeeper(self.helpers, played, self.sent.append)
 
-    def hold(self, wait_s: float) -> None:
+    def defer_starts(self, wait_s: float) -> None:
         self.is_held = True
 
     def use_copies(self, paths: dict[str, str]) -> None:
@@ -576,7 +565,7 @@ def test_an_answer_about_copies_that_is_none_is_ignored_with_a_warning(
     assert isinstance(sent, NodeStaged)
     assert sent.copies == {}
     assert "the copying was killed" in sent.problems[0]
-    assert "the answer of a helper that is none was ignored" in caplog.text
+    assert "an invalid answer of a helper was ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -600,17 +589,13 @@ def test_without_a_certain_answer_no_copy_is_used(text: str, left: dict[str, str
     assert len(agent.sent) == (1 if left else 2)
 
 
-# ------------------------------------------------------------------------------------------------------------ packages
-
-
-def members(made: Package) -> dict[str, str]:
+def members(made: Archive) -> dict[str, str]:
     """Return the target of each member, by name. It is empty unless the member is a link."""
     with tarfile.open(made.file) as tar:
         return {member.name: member.linkname for member in tar}
 
 
-def test_a_cache_that_others_may_write_to_is_refused(source: Path, cache: Path) -> None:
-    made = packed(source, cache)
+def test_a_cache_that_others_may_write_to_is_refused(made: Archive, source: Path, cache: Path) -> None:
     cache.chmod(0o777)
     for path in (source, source / "a.txt"):
         with pytest.raises(RequestError, match=r"copies for the nodes: .*cache belongs to .* and has mode 0777"):
@@ -631,7 +616,7 @@ def test_a_record_that_names_another_file_counts_for_nothing(source: Path, cache
     fsio.write_json(cache / f"{made.key}.json", made.replace(file=str(precious)).to_json())
     again = packed(source / name, cache)
     assert again.file == made.file
-    package.discard(again)
+    archive.discard(again)
     assert precious.exists()
 
 
@@ -659,17 +644,17 @@ def test_a_relative_link_out_of_the_source_becomes_absolute(source: Path, cache:
 
 
 def test_two_jobs_may_make_the_same_package_at_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, others = package._add, list[Package]()
+    add, others = archive._add, list[Archive]()
     read_while_replaced: list[bytes] = []
 
-    def add_after_the_other(tar: tarfile.TarFile, path: Path, entry: package._PackageEntry) -> None:
+    def add_after_the_other(tar: tarfile.TarFile, path: Path, entry: archive._PackageEntry) -> None:
         if not others:
-            monkeypatch.setattr(package, "_add", add)
+            monkeypatch.setattr(archive, "_add", add)
             others.append(packed(source, cache))
             read_while_replaced.append(Path(others[0].file).read_bytes())
         add(tar, path, entry)
 
-    monkeypatch.setattr(package, "_add", add_after_the_other)
+    monkeypatch.setattr(archive, "_add", add_after_the_other)
     made = packed(source, cache)
     assert made == others[0]
     assert Path(made.file).read_bytes() == read_while_replaced[0]
@@ -677,17 +662,16 @@ def test_two_jobs_may_make_the_same_package_at_once(source: Path, cache: Path, m
 
 
 def test_a_change_while_packing_leaves_the_package_of_another_job(
-    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    made: Archive, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = packed(source, cache)
     (cache / f"{made.key}.json").unlink()  # the other job has not yet written it
-    add = package._add
+    add = archive._add
 
-    def add_and_change(tar: tarfile.TarFile, path: Path, entry: package._PackageEntry) -> None:
+    def add_and_change(tar: tarfile.TarFile, path: Path, entry: archive._PackageEntry) -> None:
         add(tar, path, entry)
         os.utime(source / "a.txt", (0, 0))
 
-    monkeypatch.setattr(package, "_add", add_and_change)
+    monkeypatch.setattr(archive, "_add", add_and_change)
     with pytest.raises(StagingError, match="was changed while it was packed"):
         packed(source, cache)
     assert [path.name for path in cache.iterdir()] == [f"{made.key}.tar"]

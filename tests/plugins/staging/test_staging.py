@@ -1,12 +1,11 @@
-"""When the environment is copied to the nodes. How a run goes on without a copy."""
-
-from __future__ import annotations
+"""When the environment is copied to the nodes. How a run continues without a copy."""
 
 import errno
 import math
 import os
 import signal
 import venv
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,13 +21,14 @@ from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.nodes.agent.messages import NodeStaged, StageOrder, WarmOrder, ZygoteReady
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.start.children import start_child
+from toolkit.nodes.start.launcher import AgentLauncher
 from toolkit.plugins.staging import supervisor_side as staging
-from toolkit.plugins.staging.package import PackageSource
+from toolkit.plugins.staging.archive import ArchiveSource
 from toolkit.plugins.staging.supervisor_side import ImportFigures, NodeStaging
 from toolkit.run.attempt.journal import Journal
 from toolkit.run.job.nodes import Nodes
-from toolkit.run.supervise.stop_path import StopAsked
+from toolkit.run.supervise.rank_stop import StopAsked
 
 HOSTS = ("node1", "node2")
 
@@ -103,7 +103,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a small environment, on a disk that counts as shared."""
     prefix = tmp_path / "venv"
     venv.create(prefix, symlinks=True, with_pip=False)
-    monkeypatch.setattr(staging, "environment_source", lambda: PackageSource(str(prefix), "bin/python"))
+    monkeypatch.setattr(staging, "environment_source", lambda: ArchiveSource(str(prefix), "bin/python"))
     monkeypatch.setattr(this_node, "is_shared", lambda path: True)
     return prefix
 
@@ -179,7 +179,7 @@ def test_always_waits_for_the_copies_and_a_signal_ends_the_wait(environment: Pat
     events.put(StopAsked(signal.SIGTERM))
     start.staging.wait(HOSTS, events)
     assert events.get() == StopAsked(signal.SIGTERM)
-    assert "not there in time" in start.told
+    assert "not ready in time" in start.told
     # a node that is lost is not waited for
     start.staging.agent_ended("node2", "it is lost")
     start.copied("node1", "no room", took_s=0.0)
@@ -197,6 +197,26 @@ def test_what_cannot_be_copied_is_named_and_the_run_goes_on(environment: Path, t
     nothing = Start(tmp_path, "never", (str(closed),))
     nothing.staging.wait(HOSTS, SimpleQueue())
     assert nothing.launcher.played.sent == [("all", WarmOrder())]
+
+
+def test_output_of_a_library_or_a_cut_line_of_the_packer_leaves_the_other_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, the thread ended with a traceback, and nothing was copied."""
+    file = tmp_path / "file"
+    file.write_text("x")
+
+    def talks(command: Sequence[str], *args: Any, **options: Any) -> Any:
+        script = 'echo "a library says hello"; echo "[1]"; "$@"; printf \'{"source": "/da\'; kill -9 $$'
+        return start_child(["bash", "-c", script, "bash", *command], *args, **options)
+
+    monkeypatch.setattr(staging, "start_child", talks)
+    start = Start(tmp_path, "never", (str(file),))
+    [made] = start.request()["packages"]
+    assert made["source"] == str(file)
+    for line in ("a library says hello", "[1]", '{"source": "/da'):
+        assert f"the packer has printed: {line}\n" in caplog.text
+    start.says("packing for the nodes has failed with exit code -9")
 
 
 def test_figures_and_packages_in_a_folder_that_others_may_write_to_are_refused(
@@ -238,7 +258,7 @@ def test_copies_are_not_waited_for_without_limit(
     start.request()
     assert start.launcher.orders[0].wait_s <= 1.0
     start.staging.wait(HOSTS, SimpleQueue())
-    assert "the copies are not there in time, within 1 s: this start does without" in start.told
+    assert "the copies are not ready in time, within 1 s: this start runs without them" in start.told
 
 
 def test_a_silent_node_is_not_waited_for(environment: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Runs that wait for others: for which, what follows, and which waits are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -14,26 +12,28 @@ from tests.plugins.sweep.test_submission import project  # noqa: F401  # a fixtu
 from tests.plugins.sweep.test_submission import submit as submit_sweep
 from tests.process_limits import ChangeLimits
 from tests.unit.owners import STRANGER, give
-from tests.unit.run.test_supervisor import Ranks, completes, quick  # noqa: F401  # a fixture
+from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, RequestError, RunNotFoundError, SlurmError
 from toolkit.cli import main as cli
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord, RunState, RunStatus, Submission
+from toolkit.files.run_files import DependencyRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.sweep import awaited, request, submission
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import ownership, stop_request
-from toolkit.run.records.stop_request import Intent
-from toolkit.run.submission import resume, submit
+from toolkit.run.records import ownership, user_requests
+from toolkit.run.records.user_requests import Intent
+from toolkit.run.submission import resume_run, submit
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm import commands
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,7 @@ def waiting_for(slurm: FakeSlurm, *others: RunDir | str) -> RunDir:
     """Return a run that waits for others, and whose job Slurm has started."""
     run = submitted("second", slurm)
     names = [other if isinstance(other, str) else other.id for other in others]
-    record = awaited.find(names, "slurm", slurm.show_jobs)
-    assert record is not None
-    fsio.write_json(run.after_path, record.to_json())
+    fsio.write_json(run.after_path, awaited.find(names, "slurm", slurm.show_jobs).to_json())
     slurm.start(ownership.jobs_of(run)[0])
     return run
 
@@ -97,17 +95,22 @@ def complete(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.finish(job)
 
 
-# ------------------------------------------------------------------------------------------------------ at its turn
+@pytest.fixture
+def slurm() -> FakeSlurm:
+    return FakeSlurm()
 
 
-def test_a_run_whose_predecessor_has_completed_starts_and_waits_no_more() -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+@pytest.fixture
+def first(slurm: FakeSlurm) -> RunDir:
+    return submitted("first", slurm)
+
+
+def test_a_run_whose_predecessor_has_completed_starts_and_waits_no_more(first: RunDir, slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, first)
     complete(first, slurm)
     assert start_job(run, slurm, Ranks(completes)) == 0
     assert run.result().state is RunState.COMPLETED
-    assert run.after() is None
+    assert run.dependencies() is None
     # Slurm may start it again when the first run was resumed to more epochs: it does not wait a second time.
     run.clear_result()
     first.clear_result()
@@ -117,9 +120,7 @@ def test_a_run_whose_predecessor_has_completed_starts_and_waits_no_more() -> Non
     assert start_job(run, slurm, Ranks(completes)) == 0
 
 
-def test_a_run_whose_predecessor_was_requeued_goes_back_behind_its_job() -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+def test_a_run_whose_predecessor_was_requeued_goes_back_behind_its_job(first: RunDir, slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, first)
     (job,), (first_job,) = ownership.jobs_of(run), ownership.jobs_of(first)
     assert start_job(run, slurm) == 75
@@ -133,9 +134,7 @@ def test_a_run_whose_predecessor_was_requeued_goes_back_behind_its_job() -> None
     assert start_job(run, slurm, Ranks(completes)) == 0
 
 
-def test_a_follow_up_job_of_the_predecessor_is_waited_for() -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+def test_a_follow_up_job_of_the_predecessor_is_waited_for(first: RunDir, slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, first)
     (first_job,) = ownership.jobs_of(first)
     # The job that was waited for is over for good, and another one has taken the run over.
@@ -146,9 +145,7 @@ def test_a_follow_up_job_of_the_predecessor_is_waited_for() -> None:
     assert slurm.depends[ownership.jobs_of(run)[0]] == (taken_over,)
 
 
-def test_a_job_that_may_not_be_requeued_leaves_the_wait_to_its_follow_up_job() -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+def test_a_job_that_may_not_be_requeued_leaves_the_wait_to_its_follow_up_job(first: RunDir, slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, first)
     (job,), (first_job,) = ownership.jobs_of(run), ownership.jobs_of(first)
     slurm.forbid_requeue(job)
@@ -160,10 +157,8 @@ def test_a_job_that_may_not_be_requeued_leaves_the_wait_to_its_follow_up_job() -
 
 @pytest.mark.parametrize("state", [RunState.FAILED, RunState.STOPPED, RunState.CANCELLED])
 def test_a_run_whose_predecessor_did_not_complete_ends_and_names_it(
-    state: RunState, capsys: pytest.CaptureFixture[str]
+    first: RunDir, slurm: FakeSlurm, state: RunState, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
     run = waiting_for(slurm, first)
     write_ended(first, state, "a bad sample")
     assert start_job(run, slurm) == 1
@@ -179,18 +174,14 @@ def test_a_run_whose_predecessor_did_not_complete_ends_and_names_it(
         assert f"run first/{first.id} is {state} (a bad sample)" in capsys.readouterr().out
 
 
-def test_a_predecessor_that_is_lost_is_told_when_its_result_had_time_to_arrive() -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+def test_a_predecessor_that_is_lost_is_told_when_its_result_had_time_to_arrive(first: RunDir, slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, first)
     slurm.cancel(*ownership.jobs_of(first))
     assert start_job(run, slurm) == 1
     assert f"run first/{first.id} is lost" in run.result().why
 
 
-def test_a_result_that_arrives_late_counts(change_limits: ChangeLimits) -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+def test_a_result_that_arrives_late_counts(first: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits) -> None:
     run = waiting_for(slurm, first)
     slurm.cancel(*ownership.jobs_of(first))
     change_limits(files_lag_s=60.0)
@@ -200,8 +191,7 @@ def test_a_result_that_arrives_late_counts(change_limits: ChangeLimits) -> None:
     late.join()
 
 
-def test_a_controller_that_is_away_lets_the_job_go_back_and_look_again() -> None:
-    slurm = FakeSlurm()
+def test_a_controller_that_is_away_lets_the_job_go_back_and_look_again(slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, submitted("first", slurm))
 
     def away(jobs: Sequence[str]) -> dict[str, None]:
@@ -212,50 +202,44 @@ def test_a_controller_that_is_away_lets_the_job_go_back_and_look_again() -> None
     assert (slurm.depends, slurm.show_job(ownership.jobs_of(run)[0]).state) == ({}, "PENDING")
 
 
-def test_a_run_that_is_cancelled_while_it_waits_is_cancelled() -> None:
-    slurm = FakeSlurm()
+def test_a_run_that_is_cancelled_while_it_waits_is_cancelled(slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, submitted("first", slurm))
-    stop_request.ask(run, Intent.CANCEL)
+    user_requests.record_intent(run, Intent.CANCEL)
     assert start_job(run, slurm) == 1
     assert (run.result().state, slurm.depends) == (RunState.CANCELLED, {})
 
 
-def test_an_after_json_that_cannot_be_read_does_not_let_the_run_start_early() -> None:
-    slurm = FakeSlurm()
+def test_an_after_json_that_cannot_be_read_does_not_let_the_run_start_early(slurm: FakeSlurm) -> None:
     run = waiting_for(slurm, submitted("first", slurm))
     (run.path / "after.json").write_text('{"version": 1, "runs": [')
     with pytest.raises(RequestError, match=r"after\.json cannot be read"):
         start_job(run, slurm)
-    (row,) = show.status_rows([run])
+    (row,) = run_rows.status_rows([run])
     assert (row.state, "after.json cannot be read" in (row.why or "")) == ("unreadable", True)
 
 
 def test_a_local_run_waits_for_the_result_and_is_stopped_by_a_request() -> None:
     first, run = local_run("first"), new_run("second")
-    fsio.write_json(run.after_path, AfterRecord(runs=(str(first.path),), sweeps=()).to_json())
+    fsio.write_json(run.after_path, DependencyRecord(runs=(str(first.path),), sweeps=()).to_json())
 
     def supervise(ranks: Ranks) -> int:
         return Supervisor(run, JobConfig(), Allocation(("here",), (1,), 1), ranks, None).run()
 
-    stopped = threading.Timer(0.1, stop_request.ask, (run, Intent.STOP))
+    stopped = threading.Timer(0.1, user_requests.record_intent, (run, Intent.STOP))
     stopped.start()
     assert supervise(Ranks()) == 75
     assert run.result().state is RunState.STOPPED
     assert run.status().why
-    stop_request.clear(run)
+    user_requests.clear_intent(run)
     completed = threading.Timer(0.1, write_ended, (first, RunState.COMPLETED, "completed"))
     completed.start()
     assert supervise(Ranks(completes)) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- sweeps
-
-
-def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
-    slurm = FakeSlurm()
+def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array(slurm: FakeSlurm) -> None:
     sent = submit_sweep(slurm, "train.seed=0..2")
     run = waiting_for(slurm, "mine")
-    assert run.after().names() == ["sweep mine"]
+    assert run.dependencies().names() == ["sweep mine"]
     assert start_job(run, slurm) == 75
     (job,) = ownership.jobs_of(run)
     assert slurm.depends == {job: (sent.jobs[0],)}
@@ -266,21 +250,19 @@ def test_a_sweep_is_waited_for_as_a_whole_by_the_id_of_its_array() -> None:
         write_ended(sent.sweep.run_of(point), *ends[index])
         slurm.start(f"{sent.jobs[0]}_{index}")
         slurm.finish(f"{sent.jobs[0]}_{index}")
-    record = run.after()
-    assert awaited.outlook(record, slurm.show_jobs).ended
+    record = run.dependencies()
+    assert awaited.prerequisites(record, slurm.show_jobs).ended
     shutil.rmtree(sent.sweep.run_of(points[2]).path)
-    assert awaited.outlook(record, slurm.show_jobs).is_met
+    assert awaited.prerequisites(record, slurm.show_jobs).is_met
 
 
 def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retried(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    first: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
     sent = submit_with_after(slurm, first.id)
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[sent.jobs[0]]
     run, second = [sent.sweep.run_of(point) for point in sent.sweep.points()]
-    assert run.after().names() == [f"run first/{first.id}"]
+    assert run.dependencies().names() == [f"run first/{first.id}"]
     # Its job looks as that of any other run does, and goes back behind the first run's job.
     slurm.start(f"{sent.jobs[0]}_0")
     assert start_job(run, slurm) == 75
@@ -288,15 +270,13 @@ def test_the_points_of_a_sweep_wait_in_their_array_and_also_when_they_are_retrie
     monkeypatch.setattr(commands, "Slurm", lambda: slurm)
     assert cli.main(["sweep", "status", "mine"]) == 0
     assert capsys.readouterr().out.count(f"waits until run first/{first.id} has completed") == 2
-    # A point that is retried before it could start goes on waiting.
+    # A point that is retried before it could start continues waiting.
     slurm.cancel(*ownership.jobs_of(second))
     (job,), _ = submission.retry(sent.sweep, sent.sweep.points()[1:], slurm)
     assert f"--dependency=afterany:{ownership.jobs_of(first)[0]}" in slurm.submitted[job]
 
 
-def test_a_sweep_may_begin_with_a_run_that_is_waited_for() -> None:
-    slurm = FakeSlurm()
-    first = submitted("first", slurm)
+def test_a_sweep_may_begin_with_a_run_that_is_waited_for(first: RunDir, slurm: FakeSlurm) -> None:
     sent = submit_with_after(slurm, first.id, init_from=first.id)
     assert {point.config.model.init_from for point in sent.points} == {str(first.path)}
     with pytest.raises(ConfigError, match=r"has no checkpoint in .*; if it works, wait for it with --after"):
@@ -309,9 +289,6 @@ def submit_with_after(
     overrides = ["train.seed=0..1", *([f"model.init_from={init_from}"] if init_from else [])]
     asked = request.read("mine.yaml", overrides, Options(name=name))
     return submission.submit(asked, Path.cwd(), "slurm", slurm, after=names)
-
-
-# ------------------------------------------------------------------------------------------- what is refused at once
 
 
 def test_what_cannot_be_waited_for_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +312,7 @@ def test_what_cannot_be_waited_for_is_refused_before_anything_is_made(monkeypatc
     complete(done, slurm)
     assert find(["done"], "slurm", slurm.show_jobs) is None
     give(STRANGER, [going.path], monkeypatch)  # another user could write its result
-    with pytest.raises(RequestError, match=f"--after: others could say how {going.id} has ended"):
+    with pytest.raises(RequestError, match=f"--after: others could forge the result of {going.id}"):
         find(["going"], "slurm", slurm.show_jobs)
 
 
@@ -346,8 +323,7 @@ def test_a_job_of_slurm_cannot_wait_for_a_run_without_slurm() -> None:
     assert awaited.find(["here"], "local", FakeSlurm().show_jobs) is not None
 
 
-def test_a_sweep_that_would_wait_for_itself_is_refused() -> None:
-    slurm = FakeSlurm()
+def test_a_sweep_that_would_wait_for_itself_is_refused(slurm: FakeSlurm) -> None:
     submit_sweep(slurm, "train.seed=0..2", name="one")
     with pytest.raises(RequestError, match="sweep one would wait for itself"):
         submit_with_after(slurm, "one", name="one")
@@ -366,9 +342,9 @@ def test_a_failed_wait_is_resumed_only_when_the_predecessor_works_again(monkeypa
     write_ended(first, RunState.FAILED, "a bad sample")
     start_job(run, slurm)
     slurm.finish(ownership.jobs_of(run)[0], exit_code=1)
-    monkeypatch.setattr(resume, "Slurm", lambda: slurm)
+    monkeypatch.setattr(resume_run, "Slurm", lambda: slurm)
     with pytest.raises(RequestError, match=f"--after: run first/{first.id} is failed"):
-        resume.resume(run, executor="slurm")
+        resume_run.resume(run, executor="slurm")
     assert run.result().state is RunState.FAILED, "nothing has changed"
 
 
@@ -389,15 +365,12 @@ def test_a_run_may_begin_with_the_weights_of_one_that_it_waits_for(monkeypatch: 
         submit.dry_run("mine.yaml", asked, executor="local")
 
 
-# ------------------------------------------------------------------------------------------------- what is shown of it
-
-
 def test_status_says_what_a_run_waits_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm()
     first = submitted("first", slurm)
     run = waiting_for(slurm, first)
     start_job(run, slurm)
-    monkeypatch.setattr(show, "ask_slurm", lambda ids: {i: job for i, job in slurm.show_jobs(ids).items() if job})
+    monkeypatch.setattr(run_rows, "ask_slurm", lambda ids: {i: job for i, job in slurm.show_jobs(ids).items() if job})
     assert cli.main(["status", run.id]) == 0
     assert f"\nwaits until run first/{first.id} has completed\n" in capsys.readouterr().out
     assert cli.main(["status", run.id, "--json"]) == 0

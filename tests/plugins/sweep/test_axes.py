@@ -1,7 +1,5 @@
 """The values of a sweep: lists, ranges, spans, and samples of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.base.errors import RequestError

@@ -1,7 +1,5 @@
 """Points on this machine are started once each, whatever else happens at that moment."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -11,15 +9,15 @@ import pytest
 
 from tests.plugins.sweep.test_submission import project
 from tests.process_limits import ChangeLimits
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.cli.main import main
-from toolkit.files.run_files import AfterRecord, RunResult, RunState
+from toolkit.files.run_files import DependencyRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import awaited, local, request, rows, submission, sweep_folder
 from toolkit.plugins.sweep.request import Options
 from toolkit.plugins.sweep.rows import PointRow
 from toolkit.plugins.sweep.sweep_folder import SweepDir
-from toolkit.run.records import ownership, stop_request
+from toolkit.run.records import ownership, user_requests
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 
@@ -54,11 +52,11 @@ def runs_of(sweep: SweepDir) -> list[RunDir]:
 
 
 def look(sweep: SweepDir) -> list[PointRow]:
-    return rows.of_points(sweep, show.status_rows)
+    return rows.of_points(sweep, run_rows.status_rows)
 
 
 def work(sweep: SweepDir) -> None:
-    local.work([*sweep.arrays()][-1])
+    local.run_array([*sweep.arrays()][-1])
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
@@ -86,7 +84,7 @@ def test_a_file_that_fails_for_a_moment_ends_no_sweep(
     sweep: SweepDir, started: list[str], monkeypatch: pytest.MonkeyPatch, number: int, method: str
 ) -> None:
     first, second = runs_of(sweep)
-    stop_request.ask(first, stop_request.Intent.STOP)
+    user_requests.record_intent(first, user_requests.Intent.STOP)
     usual, calls = getattr(RunDir, method), list[object]()
 
     def fail_once(self: RunDir, *others: Any) -> Any:
@@ -114,7 +112,7 @@ def test_a_point_that_waits_for_its_turn_is_queued_and_can_be_ended(
 ) -> None:
     first, second = runs_of(sweep)
     assert [each.state.split()[0] for each in look(sweep)] == ["queued"] * 2
-    assert len(awaited.outlook(AfterRecord((), (str(sweep.path),)), lambda jobs: {}).working) == 2
+    assert len(awaited.prerequisites(DependencyRecord((), (str(sweep.path),)), lambda jobs: {}).working) == 2
     assert main(["cancel", first.id]) == 0
     work(sweep)
     assert [each.state for each in look(sweep)] == ["cancelled", "completed"]

@@ -1,7 +1,5 @@
 """Points that Optuna chooses. They get better by the results, and a killed submitter loses and doubles none."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -62,7 +60,7 @@ def test_points_get_better_with_the_results_of_those_before() -> None:
 def test_a_small_sweep_knows_which_way_is_better() -> None:
     axis = {"optim.lr": axes.parse("optim.lr", "log(1e-5,1e-1)")}
     before = [axes.Tried({"optim.lr": 10.0**-power}, is_over=True, score=float(power)) for power in (2, 3, 4, 5)]
-    less, more = (axes.draw(axis, 8, 0, before, less_is_better=is_less) for is_less in (True, False))
+    less, more = (axes.suggest_points(axis, 8, 0, before, less_is_better=is_less) for is_less in (True, False))
     assert less != more
 
 
@@ -89,8 +87,8 @@ def test_a_range_of_too_many_values_is_refused_before_they_are_made() -> None:
     ("options", "words"),
     [
         ({"optuna": 4}, "--optuna: runs are compared by --metric"),
-        ({"optuna": 4, "random": 4, "metric": "eval/loss"}, "--random and --optuna: a sample is one of them"),
-        ({"optuna": 0, "metric": "eval/loss"}, "a sample of 0 points is empty"),
+        ({"optuna": 4, "random": 4, "metric": "eval/loss"}, "--random: does not go with --optuna"),
+        ({"optuna": 0, "metric": "eval/loss"}, "a sample of 0 points is out of range"),
         ({"optuna": 10**9, "metric": "eval/loss"}, "more than the"),
     ],
 )

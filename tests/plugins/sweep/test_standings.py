@@ -1,7 +1,5 @@
 """The states of a sweep's points, and how retry and stop treat them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -10,9 +8,10 @@ import time
 import pytest
 
 from tests.plugins.sweep.test_submission import project, submit  # noqa: F401  # a fixture
+from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, RequestError, RunNotFoundError
 from toolkit.cli import main as cli
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.files import rundir
 from toolkit.files.run_files import RunProgress, RunResult, RunState
 from toolkit.files.rundir import RunDir
@@ -24,7 +23,7 @@ from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job.nodes import Nodes, remembered
-from toolkit.run.records import ownership, stop_request
+from toolkit.run.records import ownership, user_requests
 from toolkit.run.submission import handle
 from toolkit.slurm import commands, shared_queue
 
@@ -40,7 +39,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 def look(sweep: SweepDir) -> dict[int, PointRow]:
-    return {each.point.values["train.seed"]: each for each in rows.of_points(sweep, show.status_rows)}
+    return {each.point.values["train.seed"]: each for each in rows.of_points(sweep, run_rows.status_rows)}
 
 
 def retry_all(sweep: SweepDir) -> list[str]:
@@ -57,9 +56,7 @@ def start(sweep: SweepDir, slurm: FakeSlurm, index: int) -> RunDir:
     run = run_at(sweep, index)
     (job,) = ownership.jobs_of(run)
     slurm.start(job)
-    owner = run.owner()
-    assert owner is not None
-    run.write_owner(owner.replace(jobs=(job,), serves=True))
+    run.write_owner(run.owner().replace(jobs=(job,), serves=True))
     run.write_status(run.status().replace(state=RunState.RUNNING, job_id=job, progress=RunProgress(5, 9)))
     return run
 
@@ -188,10 +185,11 @@ def test_stop_reaches_what_was_interrupted(slurm: FakeSlurm, monkeypatch: pytest
 
 
 def test_stop_waits_for_a_submitter_that_is_at_work(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = submit(slurm, "train.seed=0..1").sweep
+    sweep, lock = submit(slurm, "train.seed=0..1").sweep, fsio.lock
     with contextlib.ExitStack() as other:
         other.enter_context(sweep.locked())
-        monkeypatch.setattr(time, "sleep", lambda _: other.close())
+        # The other one ends once this one waits.
+        monkeypatch.setattr(fsio, "lock", lambda path, options=0: (options or other.close(), lock(path, options))[1])
         assert submission.stop(sweep) == (2, 0, {})
 
 
@@ -206,9 +204,9 @@ def test_a_damaged_run_does_not_keep_others_from_being_stopped(
     said = capsys.readouterr()
     assert "cancelled while they waited: 1; asked to commit a checkpoint and end: 1" in said.out
     for run, name in zip(runs, ("result.json", "owner.json", "point.json"), strict=False):
-        assert f"run {run.id} was asked to end" in said.err
+        assert f"run {run.id} was asked to stop" in said.err
         assert f"{run.path / name} cannot be read" in said.err
-    assert {stop_request.asked(run) for run in runs} == {stop_request.Intent.STOP}
+    assert {user_requests.read_intent(run) for run in runs} == {user_requests.Intent.STOP}
 
 
 def test_a_damaged_point_hides_no_other(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,11 +234,11 @@ def test_stop_cancels_what_waits_and_asks_what_works(slurm: FakeSlurm) -> None:
     assert [each.state.split()[0] for each in look(sent.sweep).values()] == [
         "running", *["stopped"] * 3, "running", "stopped",
     ]  # fmt: skip
-    assert {stop_request.asked(run) for run in started} == {stop_request.Intent.STOP}
+    assert {user_requests.read_intent(run) for run in started} == {user_requests.Intent.STOP}
     # A retry forgets the requests.
     (retried,) = retry_all(sent.sweep)
     assert "--array=0-3" in slurm.submitted[retried]
-    assert stop_request.asked(run_at(sent.sweep, 1)) is None
+    assert user_requests.read_intent(run_at(sent.sweep, 1)) is None
 
 
 def test_stop_leaves_a_run_that_has_just_started_to_its_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +252,7 @@ def test_stop_leaves_a_run_that_has_just_started_to_its_job(slurm: FakeSlurm, mo
     monkeypatch.setattr(slurm, "cancel_waiting", late)
     assert submission.stop(sent.sweep) == (2, 0, {})
     run = run_at(sent.sweep, 1)
-    assert (run.result(), stop_request.asked(run), slurm.sent) == (None, stop_request.Intent.STOP, [])
+    assert (run.result(), user_requests.read_intent(run), slurm.sent) == (None, user_requests.Intent.STOP, [])
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])
@@ -325,7 +323,7 @@ def test_a_list_that_cannot_be_read_is_named_and_no_data_printed(
     for arguments in (["export"], ["export", "--json"], ["status", "--json"], ["status"]):
         assert cli.main(["sweep", arguments[0], "mine", *arguments[1:]]) == 2
         captured = capsys.readouterr()
-        assert (captured.out, "0002-x.json cannot be read: it is no JSON" in captured.err) == ("", True)
+        assert (captured.out, "0002-x.json cannot be read: it is not JSON" in captured.err) == ("", True)
 
 
 def test_best_and_export_tell_what_the_results_say(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,9 @@
 """FakeSlurm: the states that its jobs pass. tests/slurm/test_cluster_commands.py checks them with a real Slurm."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.base.errors import SlurmError
-from toolkit.plugins.testing.fake_slurm import REQUEUE_DELAY_S, FakeSlurm, Sent
+from toolkit.plugins.testing.fake_slurm import REQUEUE_DELAY_S, CancelCall, FakeSlurm
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 
@@ -144,9 +142,7 @@ def test_a_forgotten_job_is_known_to_accounting_only(slurm: FakeSlurm) -> None:
     slurm.finish(job)
     slurm.forget(job)
     assert slurm.show_job(job) is None
-    status = slurm.show_jobs([job])[job]
-    assert status is not None
-    assert status.state == "COMPLETED"
+    assert slurm.show_jobs([job])[job].state == "COMPLETED"
     slurm.accounting = False
     assert slurm.show_jobs([job]) == {job: None}
 
@@ -158,7 +154,7 @@ def test_signals_are_recorded_and_steps_found_by_name(slurm: FakeSlurm) -> None:
     assert slurm.find_step(job, "attempt-1") is None
     slurm.cancel(job, signal="KILL", step=step)
     slurm.cancel(job, signal="USR1", batch=True)
-    assert slurm.sent == [Sent(job, "KILL", "0"), Sent(job, "USR1", batch=True)]
+    assert slurm.sent == [CancelCall(job, "KILL", "0"), CancelCall(job, "USR1", batch=True)]
     assert shown(slurm, job).state == "RUNNING"
 
 

@@ -1,7 +1,5 @@
 """The contract of every tracker, and a run to send. For the fake here, and for the real ones in tests/soak."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from toolkit.files.run_files import RunResult, RunState
 from toolkit.metrics.lines import MetricsLine
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.plugins.trackers import RunIdentity, Tracker
-from toolkit.plugins.trackers.sync import RunSync, identity
+from toolkit.plugins.trackers.upload import RunSync, identity
 
 Points = Mapping[tuple[int, str], float]
 
@@ -155,7 +153,7 @@ def check_contract(build: Callable[[RunIdentity], Tracker], read: Callable[[str]
     tracker, count = sent()
     assert count == 19 * 2 + 3, "only what a resume from step 20 would not make again"
     assert {step for step, _ in copy()} == set(range(1, 20))
-    # Five kills: the steps after the checkpoint are made again, with other values.
+    # Five kills: the steps after the checkpoint are repeated, with other values.
     for kill in range(1, 6):
         story.start(resumed_step=20 * kill)
         story.steps(20 * kill + 1, 20 * kill + 39, salt=kill)
@@ -169,7 +167,7 @@ def check_contract(build: Callable[[RunIdentity], Tracker], read: Callable[[str]
         path.unlink()
     sent()
     assert same(copy(), final)
-    # The two newest checkpoints cannot be read, so steps that were sent are made again.
+    # The two newest checkpoints cannot be read, so steps that were sent are repeated.
     story.start(resumed_step=80)
     story.steps(81, 130, salt=9)
     sent()

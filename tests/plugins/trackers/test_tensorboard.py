@@ -1,7 +1,5 @@
 """`toolkit tensorboard`: which runs it shows, and how to reach it."""
 
-from __future__ import annotations
-
 import os
 import socket
 

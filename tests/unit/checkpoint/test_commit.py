@@ -1,7 +1,5 @@
 """The newest committed checkpoint stays loadable, whatever dies or fails during a save."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -12,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.file_operations import file_operations
-from tests.unit.checkpoint.ranks import Killed, alone, load_alone, tensor_of, weights
+from tests.file_operations import file_operations, killed_at
+from tests.unit.checkpoint.ranks import alone, load_alone, tensor_of, weights
 from toolkit.base import fsio
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint import manifest as manifests
-from toolkit.checkpoint.folder import CheckpointFolder, newest_step
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.folder import CheckpointFolder, Keep, newest_step
 
 pytestmark = pytest.mark.chaos
 
@@ -44,15 +41,8 @@ def test_killed_between_any_two_file_operations_the_newest_committed_one_loads(t
     assert total > 10
     steps = []
     for k in range(total):
-        checkpoints, count = filled(tmp_path / str(k), 100, 200), 0
-
-        def die_at_k(name: str, path: str, k: int = k) -> None:
-            nonlocal count
-            count += 1
-            if count > k:  # the dead do nothing more
-                raise Killed
-
-        with pytest.raises(Killed), file_operations(die_at_k):
+        checkpoints = filled(tmp_path / str(k), 100, 200)
+        with killed_at(k):
             alone(checkpoints, 300, weights(300.0))
         checkpoints, state = CheckpointFolder(tmp_path / str(k) / "checkpoints"), weights(0.0)
         loaded = load_alone(checkpoints, state)
@@ -214,9 +204,6 @@ def test_a_file_that_lost_bytes_before_the_commit_is_not_vouched_for(tmp_path: P
     assert [path.name for path in checkpoints.list()] == ["step-00000100"]
 
 
-# --------------------------------------------------------------------------------------------------------- two writers
-
-
 def interrupted(checkpoints: CheckpointFolder, at: int, other: Callable[[], object]) -> int:
     """Save step 300, and call ``other`` before file operation ``at``. Returns the number of operations of the save."""
     count = 0
@@ -248,7 +235,6 @@ def test_two_writers_leave_whole_checkpoints_only_whoever_comes_when(tmp_path: P
         checkpoints, state = CheckpointFolder(tmp_path / str(at)), weights(0.0)
         assert all(checkpoints.verify(path) for path in checkpoints.list())
         loaded = load_alone(checkpoints, state)
-        assert loaded is not None
         assert loaded.step == step, "the other one returned, so its step is committed"
         assert float(state["model/weight"].value.unique().item()) == loaded.step  # type: ignore[union-attr]
 
@@ -288,7 +274,7 @@ def test_an_attempt_that_was_overtaken_describes_nothing(tmp_path: Path) -> None
     alone(CheckpointFolder(tmp_path), 100, weights(100.0), metrics={})
     late = CheckpointFolder(tmp_path, is_ours=lambda: False)
     with pytest.raises(CheckpointError, match="belongs to a later attempt of the run"):
-        late.describe(100, {"metrics": {"eval/accuracy": 1.0}})
+        late.replace_meta(100, {"metrics": {"eval/accuracy": 1.0}})
     assert late.manifest(late.path(100)).meta == {"metrics": {}}
 
 

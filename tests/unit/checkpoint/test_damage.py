@@ -3,20 +3,20 @@
 No content of a checkpoint is ever executed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import pickle
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.checkpoint.ranks import alone, load_alone, load_on, save_on, tensor_of, weights
+from tests.unit.checkpoint.ranks import Bomb, alone, load_alone, load_on, save_on, tensor_of, weights
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.folder import CheckpointFolder, newest_step
@@ -85,8 +85,8 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(
     assert loaded_value(checkpoints) == 201.0
 
 
-@pytest.mark.parametrize("missing", [1, 47, 49, None])
-def test_a_truncated_file_is_detected(checkpoints: CheckpointFolder, missing: int | None) -> None:
+@pytest.mark.parametrize("missing", [1, 47, 49, None, -1])
+def test_a_truncated_or_longer_file_is_detected(checkpoints: CheckpointFolder, missing: int | None) -> None:
     file = checkpoints.path(200) / "rank-00000.safetensors"
     size = file.stat().st_size
     left = size - (size if missing is None else missing)
@@ -96,32 +96,63 @@ def test_a_truncated_file_is_detected(checkpoints: CheckpointFolder, missing: in
     assert loaded_value(checkpoints) == 100.0
 
 
-def test_a_longer_file_and_a_missing_one_are_detected(checkpoints: CheckpointFolder) -> None:
-    data = checkpoints.path(200) / "rank-00000.safetensors"
-    size = data.stat().st_size
-    data.write_bytes(data.read_bytes() + b"\0")
-    with pytest.raises(CorruptCheckpointError, match=f"{size + 1} bytes instead of {size}"):
-        checkpoints.verify(checkpoints.path(200))
-    data.unlink()
+def test_a_missing_file_is_detected(checkpoints: CheckpointFolder) -> None:
+    (checkpoints.path(200) / "rank-00000.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors cannot be read: No such file"):
         checkpoints.verify(checkpoints.path(200))
 
 
-def test_without_a_manifest_a_checkpoint_is_not_committed_and_its_step_can_be_saved(
+def test_a_checkpoint_whose_manifest_is_gone_is_damaged_and_its_step_can_be_saved(
     checkpoints: CheckpointFolder,
 ) -> None:
     (checkpoints.path(200) / manifests.NAME).unlink()
-    assert newest_step(checkpoints.folder) == 100
     assert loaded_value(checkpoints) == 100.0
+    assert newest_step(checkpoints.folder) == 100  # it was moved aside
     alone(checkpoints, 200, weights(202.0))
     assert loaded_value(checkpoints) == 202.0
+
+
+def test_where_all_manifests_are_gone_the_run_does_not_begin_anew(checkpoints: CheckpointFolder) -> None:
+    for path in checkpoints.list():
+        (path / manifests.NAME).unlink()
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is usable"):
+        load_alone(checkpoints, weights(0.0))
+
+
+def replaced_by_a_file(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.touch()
+
+
+def linked_to_nothing(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("not-mounted"))
+
+
+@pytest.mark.parametrize("lose", [linked_to_nothing, replaced_by_a_file])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    lose: Callable[[Path], None], checkpoints: CheckpointFolder
+) -> None:
+    lose(checkpoints.folder)
+    with pytest.raises(CheckpointError, match=f"listing {re.escape(str(checkpoints.folder))} failed"):
+        load_alone(checkpoints, weights(0.0))
+    assert newest_step(checkpoints.folder) is None  # what only reports it continues
+
+
+def test_rank_0_may_refuse_to_begin_anew_and_all_ranks_say_why(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise CheckpointError("there was one of step 200")
+
+    ends = load_on(tmp_path / "checkpoints", [weights(0.0), weights(0.0)], refuse_none=refuse)
+    assert [type(end) for end in ends] == [CheckpointError] * 2
+    assert all("there was one of step 200" in str(end) for end in ends)
 
 
 def test_when_all_are_damaged_the_run_stops_instead_of_starting_anew(checkpoints: CheckpointFolder) -> None:
     for path in checkpoints.list():
         flip(path / "rank-00000.safetensors", 5)
     for _attempt in range(2):  # nothing is moved, so the next attempt does not start at step 0 either
-        with pytest.raises(CheckpointError, match="none of the 2 checkpoints is good, and all were left in place"):
+        with pytest.raises(CheckpointError, match="none of the 2 checkpoints is usable, and all were left in place"):
             load_alone(checkpoints, weights(0.0))
     assert len(checkpoints.list()) == 2
 
@@ -159,21 +190,11 @@ def test_a_newer_format_is_refused_naming_both_versions(checkpoints: CheckpointF
     assert len(checkpoints.list()) == 2
 
 
-class Bomb:
-    """An object that makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_a_forged_manifest_runs_no_code(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
     (checkpoints.path(200) / manifests.NAME).write_bytes(bomb)
     (checkpoints.path(100) / "rank-00000.safetensors").write_bytes(bomb)
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is good"):
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is usable"):
         load_alone(checkpoints, weights(0.0))
     assert not (tmp_path / "ran").exists()
 
@@ -205,28 +226,22 @@ def test_a_symbolic_link_in_place_of_a_file_is_refused(checkpoints: CheckpointFo
     assert loaded_value(checkpoints) == 100.0
 
 
-LIES = {"start": -8}, {"start": 8}, {"size_bytes": 1 << 60}, {"size_bytes": "48"}, {"crc32": None}, {"shape": [9, 9]}
+#: Of a tensor, and of its one part.
+LIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *[({}, part) for part in ({"start": -8}, {"start": 8}, {"size_bytes": 1 << 60}, {"size_bytes": "48"})],
+    *[({}, part) for part in ({"crc32": None}, {"shape": [9, 9]})],
+    *[({"dtype": dtype}, {}) for dtype in ("float33", "float64", "bfloat16")],
+    ({"shape": [2, 8], "kind": "per_rank"}, {"shape": [2, 8], "offsets": [0, 0]}),
+]
 
 
-@pytest.mark.parametrize("part", LIES, ids=str)
-def test_ranges_that_lie_are_refused_before_memory_is_taken(checkpoints: CheckpointFolder, part: Any) -> None:
-    rewrite(checkpoints.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update(part))
-    with pytest.raises(CorruptCheckpointError, match="is not a manifest of format 2"):
-        checkpoints.verify(checkpoints.path(200))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"dtype": "float33"}, {"dtype": "float64"}, {"dtype": "bfloat16"}, {"shape": [2, 8], "kind": "per_rank"}],
-)
-def test_a_dtype_or_shape_that_cannot_be_is_refused_under_a_right_crc(
-    checkpoints: CheckpointFolder, change: dict[str, Any]
+@pytest.mark.parametrize(("tensor", "part"), LIES, ids=str)
+def test_ranges_types_and_shapes_that_lie_are_refused_before_memory_is_taken(
+    checkpoints: CheckpointFolder, tensor: dict[str, Any], part: dict[str, Any]
 ) -> None:
     def forge(fields: Any) -> None:
-        record = fields["tensors"]["model/weight"]
-        record.update(change)
-        if "shape" in change:
-            record["parts"][0]["shape"], record["parts"][0]["offsets"] = change["shape"], [0, 0]
+        fields["tensors"]["model/weight"].update(tensor)
+        fields["tensors"]["model/weight"]["parts"][0].update(part)
 
     rewrite(checkpoints.path(200), forge)
     with pytest.raises(CorruptCheckpointError, match="is not a manifest of format 2"):

@@ -3,8 +3,6 @@
 One is whole when all ranks have written. It is read where every byte is right.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -60,9 +58,7 @@ def test_the_files_of_all_ranks_are_committed_with_their_sizes_and_digests(check
     assert save_by(checkpoints, 7) == [checkpoints.path(7)] * 2
     manifest = checkpoints.verify(checkpoints.path(7))
     assert manifest.files == {"lib/deep/weights": 1000, "lib/empty": 0, "lib/rank0": 6, "lib/rank1": 6}
-    loaded = load_alone(checkpoints, {})
-    assert loaded is not None
-    assert loaded.path == checkpoints.path(7)
+    assert load_alone(checkpoints, {}).path == checkpoints.path(7)
     assert (checkpoints.path(7) / "lib/rank1").stat().st_mode & 0o777 == fsio.FILE_MODE
 
 
@@ -74,7 +70,6 @@ def test_a_flipped_bit_in_a_librarys_file_makes_a_resume_take_the_checkpoint_bef
     save_by(checkpoints, 8)
     flip(checkpoints.path(8) / name, 3)
     loaded = load_alone(checkpoints, {})
-    assert loaded is not None
     assert (loaded.step, list(loaded.skipped)) == (7, ["step-00000008"])
 
 

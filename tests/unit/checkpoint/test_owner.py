@@ -1,7 +1,5 @@
 """A resume takes nothing from a place where others may write. Reading beside a run does."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -99,4 +97,4 @@ def test_no_rank_reads_what_is_no_checkpoint_of_the_run_whoever_says_so(
         load(CheckpointFolder(checkpoints.folder), weights(0.0), kv=kv, rank=1, world_size=2, attempt=1, timeout_s=1.0)
     if b"try" in word:
         assert kv.check(["checkpoint/checkpoints/1/1/reports/0/1"])
-        assert b"not the name of a checkpoint" in kv.get("checkpoint/checkpoints/1/1/reports/0/1")
+        assert b"not a checkpoint's name" in kv.get("checkpoint/checkpoints/1/1/reports/0/1")

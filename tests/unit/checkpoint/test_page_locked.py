@@ -1,7 +1,5 @@
 """Page-locked memory for copies from a GPU. torch.cuda's calls are noted, as there is no GPU."""
 
-from __future__ import annotations
-
 import resource
 import threading
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.background import Staging
+from toolkit.checkpoint.writer import Staging
 from toolkit.devices import page_locked
 from toolkit.ranks.state import PerRank, Replicated, State
 
@@ -128,7 +126,7 @@ def test_the_writing_thread_waits_on_the_gpu_of_its_rank(cuda: Cuda) -> None:
 
 def test_the_block_is_made_beside_the_first_save_on_the_gpu_of_the_rank(cuda: Cuda) -> None:
     staging = Staging()
-    staging.make_room(STATE, 0)
+    staging.allocate(STATE, 0)
     staged, _ = staging.copy(STATE, 0)
     assert_is_copy(staged, STATE)
     assert cuda.locked_on == [3], "one block, made by a thread"
@@ -168,8 +166,7 @@ def test_a_copy_takes_no_new_memory_where_room_was_made() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     with_room = Staging()
-    with_room.make_room(state, 0)
-    with_room.make_room(state, 0)
-    assert with_room._making is not None
+    with_room.allocate(state, 0)
+    with_room.allocate(state, 0)
     with_room._making.join()
     assert 4 * faults(with_room) < faults(Staging())

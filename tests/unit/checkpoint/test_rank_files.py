@@ -3,8 +3,6 @@
 Its header is under a digest, as all other bytes are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager

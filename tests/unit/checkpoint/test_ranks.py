@@ -1,7 +1,5 @@
 """Ranks as threads around torch's HashStore: all return the same or all raise the same."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterable
@@ -13,13 +11,13 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import load_alone, load_on, on_ranks, save_on, tensor_of, weights
-from toolkit.base.errors import CheckpointError, UnsavableStateError
+from toolkit.base.errors import CheckpointError, SaveGivenUpError, UnsavableStateError
 from toolkit.checkpoint import exchange
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.folder import CheckpointFolder, file_errors
 from toolkit.checkpoint.reader import load
-from toolkit.checkpoint.writer import save
+from toolkit.checkpoint.writer import BackgroundSave, save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 
@@ -120,8 +118,50 @@ def test_silent_ranks_are_named_on_all_ranks_that_wait(tmp_path: Path) -> None:
     assert all("no word within 1 s from rank 1, 3" in text for text in texts)
 
 
+class BusyStore:
+    """A store in which rank 0 notes three times that it is busy, and then says that there is no checkpoint."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def check(self, keys: list[str]) -> bool:
+        return keys == ["checkpoint/busy/0"] or self.looks == 3
+
+    def get(self, key: str) -> bytes:
+        if key != "checkpoint/busy/0":
+            return b'{"done": false, "skipped": {}}'
+        self.looks += 1
+        return str(self.looks).encode()
+
+
+def test_a_rank_waits_for_one_that_is_busy_however_long_it_takes(tmp_path: Path) -> None:
+    kv: Any = BusyStore()
+    assert load(CheckpointFolder(tmp_path), own(1), rank=1, world_size=2, kv=kv, timeout_s=0.0) is None
+    assert kv.looks == 3
+
+
+def test_a_save_that_one_rank_gives_up_for_a_stop_is_no_failure_on_any(tmp_path: Path) -> None:
+    def give_up() -> None:
+        raise SaveGivenUpError("given up for a stop")
+
+    def run(rank: int, kv: HashStore) -> Path:
+        folder = CheckpointFolder(tmp_path, on_progress=give_up if rank == 1 else lambda: None)
+        return save(folder, 3, own(rank), {}, rank=rank, world_size=2, kv=kv)
+
+    outcomes = on_ranks(2, run)
+    assert [type(outcome) for outcome in outcomes] == [SaveGivenUpError] * 2
+    noted: list[int] = []
+
+    def raise_it() -> Path:
+        raise outcomes[0]
+
+    writing = BackgroundSave(3, None, raise_it, lambda step, error: noted.append(step))
+    writing.wait()
+    assert (writing.error, noted) == (outcomes[0], [])
+
+
 def test_a_rank_that_hears_nothing_from_rank_0_does_not_wait_for_ever(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"rank 1 heard nothing about its checkpoint from rank 0 for 0\.2 s"):
+    with pytest.raises(CheckpointError, match=r"rank 1 received nothing about its checkpoint from rank 0 for 0\.2 s"):
         save(CheckpointFolder(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=HashStore(), timeout_s=0.1)
 
 
@@ -219,7 +259,7 @@ def test_a_conversation_of_an_earlier_attempt_in_the_same_store_is_not_heard(tmp
     kv = HashStore()
     with pytest.raises(CheckpointError, match="no word"):  # attempt 1: rank 1 never comes
         save(CheckpointFolder(tmp_path), 3, own(0), {}, rank=0, world_size=2, kv=kv, timeout_s=0.05)
-    with pytest.raises(CheckpointError, match="heard nothing"):  # attempt 2 must not take that error for its own
+    with pytest.raises(CheckpointError, match="received nothing"):  # attempt 2 must not take that error for its own
         save(CheckpointFolder(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=kv, timeout_s=0.05, attempt=2)
 
 
@@ -269,9 +309,6 @@ def test_beside_what_averages_another_world_size_is_refused_for_what_does_not(tm
     missing = {**averaged(0, 0.0), "residual/rank0/v": PerRank(torch.zeros(1), averages=True)}
     with pytest.raises(CheckpointError, match="residual/rank1/v is not in the checkpoint"):
         load_alone(CheckpointFolder(tmp_path), missing)
-
-
-# ---------------------------------------------------------------------------------------- how often the store is asked
 
 
 WAIT_S = 60.0
@@ -326,6 +363,34 @@ def test_all_ranks_that_wait_in_a_save_together_do_not_fill_the_store(
 def test_few_ranks_look_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     store = waited(monkeypatch, 8)
     assert 10 * WAIT_S < store.looks < 11 * WAIT_S
+
+
+class SilentRanks(Store):
+    """A store in which each rank has noted in an earlier load that it was busy. One notes it again until ``until``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: str, until: float) -> None:
+        super().__init__(monkeypatch)
+        self._busy, self._until = busy, until
+
+    def check(self, keys: list[str]) -> bool:
+        return keys[0].startswith("checkpoint/busy/")
+
+    def get(self, key: str) -> bytes:
+        return str(min(self.now, self._until) if key.endswith(f"/{self._busy}") else 5.0).encode()
+
+    def delete_key(self, key: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("until", "most_s"), [(0.0, WAIT_S), (4 * WAIT_S, 6 * WAIT_S)])
+def test_what_ranks_noted_in_an_earlier_load_does_not_add_up(
+    monkeypatch: pytest.MonkeyPatch, until: float, most_s: float
+) -> None:
+    store = SilentRanks(monkeypatch, "30", until)
+    talk = Exchange(store, rank=0, world_size=40, topic="load", number=2, timeout_s=WAIT_S)
+    with pytest.raises(CheckpointError, match="no word within 60 s from rank 1, 2, 3"):
+        talk.gather()
+    assert until < store.now <= most_s + 1.0
 
 
 def test_a_rank_that_has_reported_waits_for_a_slow_rank_0_to_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Shards that N ranks saved are loaded by M ranks with other cuts. The oracle is numpy's slicing."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import AbstractContextManager
 from io import FileIO

@@ -1,7 +1,5 @@
 """Every value comes back bit for bit; the oracle is torch.equal."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 from pathlib import Path
@@ -16,12 +14,10 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest as manifests
-from toolkit.checkpoint.background import Staging
-from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.folder import CheckpointFolder, Keep
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.whole import export
-from toolkit.checkpoint.writer import save
+from toolkit.checkpoint.writer import Staging, save
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 
@@ -180,12 +176,7 @@ def test_a_load_up_to_a_step_may_take_that_very_step(tmp_path: Path) -> None:
     for step in (100, 200, 300):
         alone(checkpoints, step, weights(float(step)))
     for newest, step in ((299, 200), (200, 200), (199, 100)):
-        loaded = load_alone(checkpoints, weights(0.0), newest=newest)
-        assert loaded is not None
-        assert loaded.step == step
-
-
-# ------------------------------------------------------------------------------------------------------------- formats
+        assert load_alone(checkpoints, weights(0.0), newest=newest).step == step
 
 
 GOLDEN = [Path(__file__).parent / f"format-{number}" for number in (1, 2)]

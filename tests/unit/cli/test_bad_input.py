@@ -1,7 +1,5 @@
 """Bad input ends in one line that names the fault. It used to end in a traceback or silence."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -35,10 +33,10 @@ def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> No
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (b"def main(config:\n", "line 1: is no Python that can be imported: '(' was never closed"),
-        (b"x = '\xe9'\ndef main(config): ...\n", "is no Python that can be imported: (unicode error) 'utf-8' codec"),
-        (b"\0", "is no Python that can be imported: source code string cannot contain null bytes"),
-        (b"(" * 5000, "is no Python that can be imported: too many nested parentheses"),
+        (b"def main(config:\n", "line 1: cannot be imported as Python: '(' was never closed"),
+        (b"x = '\xe9'\ndef main(config): ...\n", "cannot be imported as Python: (unicode error) 'utf-8' codec"),
+        (b"\0", "cannot be imported as Python: source code string cannot contain null bytes"),
+        (b"(" * 5000, "cannot be imported as Python: too many nested parentheses"),
     ],
     ids=["syntax", "encoding", "NUL", "nested"],
 )
@@ -61,7 +59,7 @@ def test_a_package_around_a_job_is_read_and_not_imported(tmp_path: Path) -> None
     (tmp_path / "tasks/work.py").write_text("def main(config): ...")
     job_module.check_job(JobConfig(job="tasks.work"), tmp_path)
     (tmp_path / "tasks/__init__.py").write_text("\nimport")
-    with pytest.raises(ConfigError, match=r"job: .*tasks/__init__\.py, line 2: is no Python that can be imported"):
+    with pytest.raises(ConfigError, match=r"job: .*tasks/__init__\.py, line 2: cannot be imported as Python"):
         job_module.check_job(JobConfig(job="tasks.work"), tmp_path)
 
 

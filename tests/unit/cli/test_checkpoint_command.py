@@ -1,8 +1,8 @@
 """`toolkit checkpoint` describes checkpoints, and removes none that a run may need."""
 
-from __future__ import annotations
-
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,16 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command import Command
+from tests.file_operations import file_operations, killed_at
 from tests.unit.checkpoint.ranks import blank, weights
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
-from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.folder import CheckpointFolder, Keep
 from toolkit.checkpoint.writer import save
+from toolkit.cli import checkpoints
 from toolkit.cli import main as cli
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
+from toolkit.plugins.report.facts import facts_of
 from toolkit.ranks.state import Replicated
 
 
@@ -68,11 +70,23 @@ def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(run: RunDir, 
     assert [row["step"] for row in json.loads(out)] == [40, 30, 20, None, None]
 
 
+def test_a_checkpoint_that_is_described_later_keeps_the_time_of_its_save(run: RunDir, command: Command) -> None:
+    saved = time.time() - 7200
+    for path in run.checkpoints.glob("step-*/rank-00000.*"):
+        os.utime(path, (saved, saved))
+    CheckpointFolder(run.checkpoints).replace_meta(40, {"metrics": {"eval/accuracy": 0.5}})
+    newest = json.loads(command("checkpoint", "list", run.id, "--json"))[0]
+    assert (newest["step"], newest["saved"]) == (40, pytest.approx(saved))
+    assert [at for _, at, _ in facts_of(run).checkpoints] == [pytest.approx(saved)] * 3, (
+        "nor does a report name another"
+    )
+
+
 def test_a_flipped_bit_is_found_and_named(run: RunDir, command: Command) -> None:
     forty, thirty, twenty = command.ends(EXIT_FAILED, "checkpoint", "verify", run.id).out.splitlines()
-    assert forty == "step-00000040: every byte is as it was written"
+    assert forty == "step-00000040: OK (checksums match)"
     assert "is damaged: model/weight" in thirty
-    assert twenty.startswith("step-00000020: every byte")
+    assert twenty.startswith("step-00000020: OK")
     command("checkpoint", "verify", run.id, "20")
     command.ends(EXIT_FAILED, "checkpoint", "verify", run.id, "step-00000030")
 
@@ -121,11 +135,11 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["export", "digits"], "--to PATH says where to"),
-        (["export", "digits", "10", "20", "--to", "x.pt"], "'20' is one word too many"),
-        (["export", "digits", "--to", "x.onnx"], "no format goes by .onnx; say which: --as"),
+        (["export", "digits"], "--to is missing"),
+        (["export", "digits", "10", "20", "--to", "x.pt"], "unexpected argument '20'"),
+        (["export", "digits", "--to", "x.onnx"], "unknown suffix .onnx; name the format: --as"),
         (["export", "digits", "--to", "nowhere/x.pt"], "is in a folder that does not exist"),
-        (["export", "digits", "--to", "README.md", "--as", "torch"], "is there already; choose another name"),
+        (["export", "digits", "--to", "README.md", "--as", "torch"], "already exists; choose another name"),
         (["verify", "digits", "10", "20"], "20"),
         (["list", "digits", "10"], "10"),
         (["verify", "digits", "7"], "no checkpoint of step 7; there are: 40, 30, 20"),
@@ -155,4 +169,26 @@ def test_a_checkpoint_without_its_manifest_is_not_verified(run: RunDir, command:
     fsio.make_dir(run.checkpoints / "step-00000010")
     out = command.ends(EXIT_FAILED, "checkpoint", "verify", run.id).out
     assert "step-00000010/manifest.json cannot be read: No such file" in out
-    assert "damaged: it has no manifest.json" in command("checkpoint", "list", run.id, "--wide")
+    assert "manifest.json cannot be read: No such file" in command("checkpoint", "list", run.id, "--wide")
+
+
+def test_a_prune_that_is_killed_anywhere_leaves_whole_checkpoints() -> None:
+    def prepared() -> RunDir:
+        run = made("digits", 10, 20, 30, 40)
+        (run.checkpoints / "step-00000010").rename(run.checkpoints / "step-00000010.bad-1a2b3c4d")
+        (run.checkpoints / "step-00000050").mkdir()
+        (run.checkpoints / "step-00000050/rank-00000.safetensors").touch()
+        return run
+
+    seen, run = list[str](), prepared()
+    with file_operations(lambda name, path: seen.append(name)):
+        checkpoints.prune(run, 2)
+    assert seen.count("rmdir") == 3
+    for k in range(len(seen)):
+        run = prepared()
+        with killed_at(k):
+            checkpoints.prune(run, 2)
+        folder = CheckpointFolder(run.checkpoints)
+        assert {found.step for found in map(folder.valid_manifest, folder.list()) if found} in ({20, 30, 40}, {30, 40})
+        checkpoints.prune(run, 2)
+        assert names(run) == ["step-00000030", "step-00000040"]

@@ -1,7 +1,5 @@
 """Errors at the command line end in one line and the right exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil
@@ -15,15 +13,25 @@ import pytest
 
 from tests.command import Command
 from toolkit import registry
-from toolkit.base.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.base.errors import EXIT_DONE, EXIT_FAILED, SlurmError
 from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.cli.commands import status as status_command
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, job: JobStatus, quiet_s: float = 0.0, **status: str) -> rundir.RunDir:
+    """Return a run with a ``status`` that has been silent for so long, and whose job 7 Slurm lists so."""
+    run = rundir.create("digits")
+    run.config.write_text("")
+    keys = {"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time() - quiet_s, **status}
+    run.write_status(RunStatus.from_json(keys))
+    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [job])
+    return run
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def test_status_as_json_is_json_also_when_the_loss_is_no_number(run: rundir.RunD
     ("state", "slurm", "reason", "says", "advice"),
     [
         ("requeued", "PENDING", "Resources", "requeued (PENDING, Resources)", ""),
-        ("requeued", "PENDING", "launch failed requeued held", "requeued (", "`scontrol release 7` lets it go on"),
+        ("requeued", "PENDING", "launch failed requeued held", "requeued (", "`scontrol release 7` lets it continue"),
         ("requeued", "PENDING", "BadConstraints", "requeued (", "Slurm holds job 7 (BadConstraints)"),
         ("requeued", "PENDING", None, "requeued (PENDING)", ""),
         # Slurm 24.11 shows REQUEUE_HOLD where 22.05 shows PENDING.
@@ -61,6 +69,8 @@ def test_status_as_json_is_json_also_when_the_loss_is_no_number(run: rundir.RunD
             "Slurm holds job 7 (launch",
         ),
         ("starting", "REQUEUE_HOLD", None, "starting (REQUEUE_HOLD", "Slurm holds job 7 (REQUEUE_HOLD); when that is"),
+        ("requeued", "SPECIAL_EXIT", "JobHeldUser", "requeued (SPECIAL_EXIT", "Slurm holds job 7 (JobHeldUser); when"),
+        ("requeued", "PENDING", "JobHeldUser", "requeued (", "`scontrol release 7` lets it continue"),
     ],
 )
 def test_status_says_what_slurm_lets_a_job_wait_for_and_what_lets_it_go_on(
@@ -72,15 +82,40 @@ def test_status_says_what_slurm_lets_a_job_wait_for_and_what_lets_it_go_on(
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
 ) -> None:
-    waits = rundir.create("digits")
-    waits.config.write_text("")
-    fields = {"state": state, "attempt": 2, "job_id": "7", "updated": time.time() - 600}
-    waits.write_status(RunStatus.from_json(fields))
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", slurm, reason)])
+    listed(monkeypatch, JobStatus("7", slurm, reason), quiet_s=600, state=state)
     out = command("status")
     assert says in out
     assert advice in out
     assert ("`scontrol release 7`" in out) == bool(advice)
+
+
+def test_status_says_that_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    def away(self: commands.Slurm) -> list[JobStatus]:
+        raise SlurmError("Unable to contact slurm controller (connect failure)")
+
+    listed(monkeypatch, JobStatus("7", "PENDING"), quiet_s=600, state="queued")
+    monkeypatch.setattr(commands.Slurm, "user_jobs", away)
+    assert "Slurm does not answer: the state of waiting and silent runs" in command.ends(EXIT_DONE, "status").err
+
+
+@pytest.mark.parametrize(
+    ("slurm", "reason", "says"),
+    [
+        ("PENDING", "JobHeldAdmin", "an administrator holds job 7 (JobHeldAdmin), and can let it continue"),
+        ("REVOKED", None, "another cluster of the federation has started job 7"),
+        ("DEADLINE", None, "lost (DEADLINE)"),
+        ("BOOT_FAIL", None, "lost (BOOT_FAIL)"),
+        ("RECONFIG_FAIL", None, "requeued (RECONFIG_FAIL)"),
+        ("HIBERNATING", None, "requeued (HIBERNATING)"),
+    ],
+)
+def test_status_shows_every_state_in_which_slurm_may_have_a_requeued_job(
+    slurm: str, reason: str | None, says: str, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    run = listed(monkeypatch, JobStatus("7", slurm, reason))
+    assert says in command("status", run.id, "--wide")
+    assert "scontrol release" not in command("status", run.id)
+    assert ("next: an administrator" in command("why", run.id)) == (reason == "JobHeldAdmin")
 
 
 @pytest.mark.parametrize(("log_s", "is_told"), [(None, True), (100.0, True), (300.0, False)])
@@ -90,25 +125,21 @@ def test_a_job_that_fails_without_a_line_in_its_log_does_not_see_the_runs_folder
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
 ) -> None:
-    run = rundir.create("digits")
-    run.config.write_text("")
-    run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
+    run = listed(monkeypatch, JobStatus("7", "FAILED", "NonZeroExitCode", "node[2-3]", start_time=200.0))
     if log_s is not None:
         log = run.submitit / "7_0_log.out"
         log.write_text("")
         os.utime(log, (log_s, log_s))
-    failed = JobStatus("7", "FAILED", "NonZeroExitCode", "node[2-3]", start_time=200.0)
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [failed])
     out = command("status", run.id)
     assert "lost (FAILED)" in out
     assert ("job 7 has failed on node2 and has written nothing" in out) == is_told
-    assert (f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out) == is_told
+    assert (f"`toolkit resume {run.id} cluster.exclude=node2` continues without it" in out) == is_told
 
 
 @pytest.mark.parametrize(
     ("slurm", "quiet_s", "shown"),
     [
-        ("FAILED", 10, "lost (FAILED)"),
+        ("FAILED", 20, "lost (FAILED)"),
         ("FAILED", 1, "running"),
         ("COMPLETED", 10, "running"),
         ("COMPLETED", 60, "lost (COMPLETED)"),
@@ -120,12 +151,8 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
     slurm: str, quiet_s: float, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run whose supervisor was killed is shown as lost at once. Before, that took half a minute."""
-    run = rundir.create("digits")
-    run.write_status(
-        RunStatus.from_json({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
-    )
-    monkeypatch.setattr(commands.Slurm, "user_jobs", lambda _: [JobStatus("7", slurm, None)])
-    assert show.status_rows([run])[0].state == shown
+    run = listed(monkeypatch, JobStatus("7", slurm), quiet_s, state="running")
+    assert run_rows.status_rows([run])[0].state == shown
 
 
 def test_saves_that_fail_are_told_while_the_run_goes_on(command: Command) -> None:
@@ -198,7 +225,7 @@ def test_runs_that_cannot_be_made_are_one_line(
     config = str(Path(__file__).parents[3] / "configs/digits_ddp.yaml")
     monkeypatch.chdir(Path(__file__).parents[3])
     (line,) = command.refuses("submit", config, "--executor", "local").splitlines()
-    assert f"{tmp_path / 'file'} is no folder" in line
+    assert f"{tmp_path / 'file'} is not a folder" in line
     assert "set TOOLKIT_RUNS" in line
 
 

@@ -1,7 +1,5 @@
 """`toolkit rm` and `toolkit gc`: what may be removed, and what takes the disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,6 +10,7 @@ import pytest
 
 from tests.bench.listing import make_runs
 from tests.command import Command
+from tests.file_operations import file_operations, killed_at
 from tests.unit.cli.test_logs_command import new_run
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE
@@ -52,6 +51,40 @@ def test_the_next_removal_completes_one_that_was_interrupted(
     (grave,) = path.parent.glob(".removed-*")
     assert cli.main([*words, *([other.id] if words == ["rm"] else [])]) == EXIT_DONE
     assert not grave.exists()
+
+
+@pytest.mark.parametrize("words", [["rm"], ["gc", "--older-than", "30d", "--remove"]])
+def test_a_run_whose_removal_is_killed_anywhere_is_whole_or_gone(command: Command, words: list[str]) -> None:
+    def files_of(run: RunDir) -> dict[str, bytes]:
+        return {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+    def old_run() -> RunDir:
+        run = new_run("digits", "0.1")
+        (run.checkpoints / "step-00000001").mkdir()
+        (run.checkpoints / "step-00000001/manifest.json").write_text("{}")
+        for path in (run.path, *run.path.rglob("*")):
+            os.utime(path, (1e9, 1e9))
+        return run
+
+    seen, states = list[str](), list[bool]()
+    with file_operations(lambda name, path: seen.append(name)):
+        old = old_run()
+        seen.clear()
+        command(*words, *([old.id] if words == ["rm"] else []))
+    assert seen.count("unlink") > 3
+    for k in range(len(seen)):
+        old = old_run()
+        before = files_of(old)
+        with killed_at(k):
+            cli.main([*words, *([old.id] if words == ["rm"] else [])])
+        is_there = old.id in {run.id for run in rundir.all_runs()}
+        assert files_of(old) == (before if is_there else {})
+        states.append(is_there)
+        other = old if is_there else old_run()
+        command(*words, *([other.id] if words == ["rm"] else []))
+        assert not any(old.path.parent.iterdir())
+    assert states == sorted(states, reverse=True)
+    assert {*states} == {True, False}
 
 
 @pytest.mark.parametrize("kind", ["project", "link"])

@@ -1,7 +1,5 @@
 """`toolkit exec ... -- CMD ...`: which words are the toolkit's, which the command's, and what the launcher gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.config import JobConfig
-from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import RunDir
 from toolkit.run.attempt import advice
 from toolkit.run.submission import submit
 
@@ -51,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         (["--name=n", "a=1", "--", "x", "--name", "m", "c=3"], ["x", "--name", "m", "c=3"], ["a=1"], "n"),
         (["--", "sh", "-c", "exec x -- y", "--", "z"], ["sh", "-c", "exec x -- y", "--", "z"], [], None),
         (["--", "--wait"], ["--wait"], [], None),
-        (["--on-restart", "--resume", "--name", "n", "--", "x"], ["x"], ['on_restart=["--resume"]'], "n"),
+        (["--restart-args", "--resume", "--name", "n", "--", "x"], ["x"], ['restart_args=["--resume"]'], "n"),
         (["--", "x", "", "it's"], ["x", "", "it's"], [], None),
     ],
 )
@@ -87,7 +85,7 @@ def test_inside_a_job_it_cannot_wait_for_another_run(
 @pytest.mark.parametrize("argv", [[], ["--"], ["cluster.nodes=2"], ["python", "train.py"]])
 def test_without_a_command_it_says_where_the_command_goes(calls: list[Call], argv: list[str], command: Command) -> None:
     (line,) = command.refuses("exec", *argv).splitlines()
-    assert "say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py" in line
+    assert "the command is missing; give it after `--`: toolkit exec cluster.nodes=2 -- python train.py" in line
     assert calls == []
 
 
@@ -107,18 +105,17 @@ def test_two_dashes_after_another_command_are_not_taken_for_exec(calls: list[Cal
 @pytest.mark.parametrize(
     ("config", "attempt", "steps", "is_said"),
     [
-        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"]), 2, None, True),
-        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"]), 1, None, False),
-        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"]), 2, 7, False),  # it has our checkpoints
-        (JobConfig(job=configs.FOREIGN_JOB, argv=["python", "train.py"], on_restart=["--resume"]), 2, None, False),
-        (JobConfig(job=configs.FOREIGN_JOB, argv=["sh", "-c", "x $TOOLKIT_ATTEMPT"]), 3, None, False),
+        (JobConfig(job=configs.SCRIPT_JOB, argv=["python", "train.py"]), 2, None, True),
+        (JobConfig(job=configs.SCRIPT_JOB, argv=["python", "train.py"]), 1, None, False),
+        (JobConfig(job=configs.SCRIPT_JOB, argv=["python", "train.py"]), 2, 7, False),  # it has our checkpoints
+        (JobConfig(job=configs.SCRIPT_JOB, argv=["python", "train.py"], restart_args=["--resume"]), 2, None, False),
+        (JobConfig(job=configs.SCRIPT_JOB, argv=["sh", "-c", "x $TOOLKIT_ATTEMPT"]), 3, None, False),
         (JobConfig(job="jobs.classify"), 2, None, False),
     ],
 )
 def test_only_of_a_script_that_nobody_tells_it_is_said_that_it_may_begin_anew(
-    config: JobConfig, attempt: int, steps: int | None, is_said: bool
+    run: RunDir, config: JobConfig, attempt: int, steps: int | None, is_said: bool
 ) -> None:
-    run = rundir.create("script")
     fsio.write_atomic(run.config, configs.dump_config(config))
     run.add_attempt(AttemptRecord(1, ("n",), 1.0, 2.0, "crashed", "restart", step_end=steps))
-    assert bool(advice.of_restarts(run, attempt)) == is_said
+    assert bool(advice.restart_note(run, attempt)) == is_said

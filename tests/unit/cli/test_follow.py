@@ -1,7 +1,5 @@
 """What a person sees at the end of a run."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys
@@ -100,7 +98,7 @@ def test_a_failure_ends_with_the_users_line_and_the_command_that_tells_more(tmp_
     *_, place, line, more = told(followed, EXIT_FAILED).splitlines()
     assert place == "  at train.py:2 in lookup, rank 3:"
     assert line == "      return batch['labels']"
-    assert f"why {followed.id}` tells more" in more
+    assert f"why {followed.id}` has details" in more
 
 
 def test_a_failure_without_an_exception_has_no_line_of_code(told: Told) -> None:
@@ -109,7 +107,7 @@ def test_a_failure_without_an_exception_has_no_line_of_code(told: Told) -> None:
     followed.dir.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
     *_, advice, more = told(followed, EXIT_FAILED).splitlines()
     assert advice.startswith("  next: ")
-    assert more.endswith("tells more")
+    assert more.endswith("has details")
 
 
 def test_what_is_odd_about_a_completed_run_is_said(told: Told) -> None:
@@ -142,9 +140,6 @@ def test_ctrl_c_leaves_a_run_alone_that_does_not_live_in_this_terminal(
 
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-# ------------------------------------------------------------------------------------------------- while a run goes on
 
 
 TRAINING: dict[str, Any] = {
@@ -190,6 +185,16 @@ def test_the_bar_of_a_loop_without_epochs_counts_its_steps() -> None:
     assert "step" not in bar_of({**TRAINING, "state": "stopping", "progress": steps}, 130)
 
 
+def test_the_bar_of_a_script_shows_what_it_has_printed_as_a_guess() -> None:
+    known = {"state": "running", "attempt": 1, "progress": {}}
+    bar = bar_of({**known, "printed": {"epoch": 2, "loss": 0.333}}, 130)
+    assert "~epoch 2/?" in bar
+    assert "~loss 0.3330" in bar
+    bar = bar_of({**known, "printed": {"step": 30, "total_steps": 40, "eta_s": 65.0}}, 130)
+    assert "~step 30/40" in bar
+    assert "~1:05 left" in bar
+
+
 def test_a_run_in_the_queue_shows_no_time_left_of_its_last_attempt() -> None:
     bar = bar_of({**TRAINING, "state": "requeued"}, 100, waited_s=4.2)
     assert "requeued" in bar
@@ -210,7 +215,7 @@ def test_before_there_is_a_status_the_run_is_queued() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.7, "1:00"), (3661.0, "1:01:01")])
 def test_times_read_like_a_clock(seconds: float, text: str) -> None:
-    assert progress_of_run.clock(RunProgress(eta_s=seconds), 0.0) == f"{text} left"
+    assert progress_of_run.time_text(RunProgress(eta_s=seconds), 0.0) == f"{text} left"
 
 
 LOG = """\
@@ -235,14 +240,14 @@ epoch 1 again
 """
 
 
-@pytest.mark.parametrize(("job", "shown"), [("jobs.digits:Digits", PRINTED), (configs.FOREIGN_JOB, LOG)])
+@pytest.mark.parametrize(("job", "shown"), [("jobs.digits:Digits", PRINTED), (configs.SCRIPT_JOB, LOG)])
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_what_the_first_rank_prints_is_shown_without_the_lines_that_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, job: str, shown: str, piece: int
 ) -> None:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
     run = rundir.create("own-loop")
-    run.config.write_text(f"job: {job}\n" + "argv: [python, x.py]\n" * (job == configs.FOREIGN_JOB))
+    run.config.write_text(f"job: {job}\n" + "argv: [python, x.py]\n" * (job == configs.SCRIPT_JOB))
     lines: list[str] = []
     output = progress_of_run._Output(run)
     fsio.make_dir(run.attempt_logs(1))

@@ -1,7 +1,5 @@
 """The list of many runs: which are shown, in which columns. Its cache may be old, damaged or missing."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -17,7 +15,7 @@ from tests.command import Command
 from tests.process_limits import ChangeLimits
 from toolkit.base import fsio
 from toolkit.base.errors import RequestError
-from toolkit.cli import run_rows, show
+from toolkit.cli import columns, run_rows
 from toolkit.cli.run_rows import read_rows
 from toolkit.cli.selection import parse_since
 from toolkit.files import rundir
@@ -174,9 +172,8 @@ def test_a_listing_is_a_line_a_run_within_the_width(
     head, *lines = command("status", "--all").splitlines()[: len(runs) + 1]
     assert max(map(len, [head, *lines])) <= width
     assert [line.split()[0] for line in lines] == [run.id[-8:] for run in runs]
-    order = ["RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY", "RATE", "LEFT", "GOODPUT"]
     names = head.split()
-    assert names == [name for name in (*order, "SUBMITTED", "NOTE") if name in names]
+    assert names == [name.upper() for name in columns.USUAL if name.upper() in names]
     assert "STATE" in names
     assert width < 80 or {"NAME", "STEP", "NOTE"} <= {*names}
 
@@ -194,7 +191,7 @@ def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_whole(
         run.config.write_text("")
         run.write_status(RunStatus(state=RunState.FAILED))
         run.write_result(RunResult(RunState.FAILED, why=error))
-    show.print_rows(show.status_rows(runs), width=80)
+    columns.print_rows(run_rows.status_rows(runs), width=80)
     _, *lines, last = capsys.readouterr().out.splitlines()
     for run, line in zip(runs, lines, strict=True):
         assert len(line) == 80
@@ -202,13 +199,13 @@ def test_notes_on_several_runs_are_cut_at_the_width_and_those_on_one_are_whole(
         assert "  ValueError: the label 11 is not" in line
         assert line.endswith("...")
     assert last == "`toolkit status RUN` shows all of one run, --wide shows all columns"
-    show.print_rows(show.status_rows(runs))
+    columns.print_rows(run_rows.status_rows(runs))
     _, *lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  rank")[2] for line in lines] == [" ".join(error.split()).removeprefix("rank")] * 2
-    show.print_rows(show.status_rows(runs[:1]), width=80)
+    columns.print_rows(run_rows.status_rows(runs[:1]), width=80)
     told = capsys.readouterr().out
     assert error in told
-    assert "\nnext: mend the cause, then `toolkit " in told
+    assert "\nnext: fix the cause, then `toolkit " in told
 
 
 def test_many_waiting_runs_cost_one_call_and_say_what_they_wait_for(
@@ -235,12 +232,11 @@ def test_a_silent_run_whose_owner_cannot_be_read_hides_no_other(
         made = rundir.create(f"run{number}")
         made.config.write_text("")
         made.write_status(RunStatus.from_json({"state": "running", "updated": 1.0, "progress": {}}))
-    monkeypatch.setattr(submitted_run, "without_job", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(
+        submitted_run, "liveness_without_job", Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    )
     lines = command("status").splitlines()
     assert len([line for line in lines if "unreadable" in line]) == 2
-
-
-# ---------------------------------------------------------------------------------------------------------- slow nodes
 
 
 NOW = time.time()

@@ -1,7 +1,5 @@
 """`toolkit logs`: followed, merged, and the errors alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket
@@ -101,7 +99,7 @@ def test_the_last_lines_of_all_ranks_are_those_by_time(run: RunDir, command: Com
 def test_following_a_script_that_has_not_started_waits_for_what_it_prints(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, command: Command, prints: bool
 ) -> None:
-    run.config.write_text(f"job: {configs.FOREIGN_JOB}\nargv: [python, x.py]\n")
+    run.config.write_text(f"job: {configs.SCRIPT_JOB}\nargv: [python, x.py]\n")
     (run.path / "result.json").unlink()
 
     def supervisor_starts(seconds: float) -> None:
@@ -132,12 +130,6 @@ def test_following_the_log_of_a_run_without_a_process_ends(
     fsio.write_json(run.path / "owner.json", OwnerRecord(1, "", "local", socket.gethostname(), 2**22 + 1, AT).to_json())
     assert command("logs", run.id, "--follow") == "the last line\n"
     assert 0 < len(naps) <= 2 * LOOK_EVERY
-
-
-# ------------------------------------------------------------------------------------------------------------- compare
-
-
-# ---------------------------------------------------------------------------------------------------------------- logs
 
 
 def attempt_with_logs(run: RunDir) -> None:
@@ -232,9 +224,6 @@ def test_a_run_without_failures_says_so(run: RunDir, command: Command) -> None:
     assert command("logs", run.id, "--errors") == "no rank of attempt 1 has failed\n"
 
 
-# ----------------------------------------------------------------------------------------------------------- rm and gc
-
-
 BAR = "".join(f"\r {step}%|##   | {step}/99 [00:00<00:01, 99.1it/s]" for step in range(100))
 
 
@@ -290,5 +279,5 @@ def test_on_a_terminal_a_bar_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) 
     bar = terminal.OneLine(10.0)
     bar.draw(" 1%")
     bar.draw(" 2%\x1b[2J")
-    bar.over("a line\n")
+    bar.print_above("a line\n")
     assert out.getvalue() == "\r\x1b[K 1%\r\x1b[K 2%\\x1b[2J\r\x1b[Ka line\n"

@@ -1,7 +1,5 @@
 """`toolkit shell` without Slurm, in real processes; and what it asks Slurm for."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -13,7 +11,7 @@ import pytest
 
 from tests.command import Command
 from toolkit import config as configs
-from toolkit.cli import surroundings
+from toolkit.cli import shell_environment
 from toolkit.files import rundir
 
 SHELL = [sys.executable, "-m", "toolkit", "shell"]
@@ -63,7 +61,7 @@ def test_inside_a_job_it_is_right_here(run: rundir.RunDir) -> None:
 
 
 def test_a_script_keeps_its_own_path(run: rundir.RunDir) -> None:
-    run.config.write_text(f"name: gpt\njob: {configs.FOREIGN_JOB}\nargv: [python, train.py, --epochs, '3']\n")
+    run.config.write_text(f"name: gpt\njob: {configs.SCRIPT_JOB}\nargv: [python, train.py, --epochs, '3']\n")
     shown = said("gpt", "--executor", "local", "--", "env", PYTHONPATH="/mine")
     assert "\nPYTHONPATH=/mine\n" in f"\n{shown}"
     assert "PYTHONSAFEPATH" not in shown
@@ -90,11 +88,11 @@ def test_a_terminal_gets_a_shell_that_says_whose_it_is(run: rundir.RunDir, tmp_p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["gpt"], "here is no terminal; `toolkit shell RUN -- CMD`"),
+        (["gpt"], "this is not a terminal; `toolkit shell RUN -- CMD`"),
         (["nosuch", "--", "true"], "nosuch"),
         (["nosuch.yaml", "--", "true"], "there is no nosuch.yaml here"),
         (["gpt", "cluster.nods=2", "--", "true"], "did you mean"),
-        (["gpt", "--executor", "debug", "--", "true"], "slurm or local"),
+        (["gpt", "--executor", "debug", "--", "true"], "valid: slurm, local"),
     ],
 )
 def test_what_it_cannot_do_is_refused(
@@ -109,14 +107,16 @@ def test_what_it_cannot_do_is_refused(
 
 
 def test_slurm_is_asked_for_what_the_job_had_without_what_only_a_script_has(run: rundir.RunDir) -> None:
-    options = surroundings.of(
+    options = shell_environment.environment_of(
         "gpt", ["cluster.nodes=2", "cluster.time_min=9", "cluster.extra={comment: a b}"]
     ).options()
     assert {"--nodes=2", "--time=9", "--cpus-per-task=3", "--comment=a b", "--job-name=gpt"} <= {*options}
     names = {option.partition("=")[0] for option in options}
     assert not {"--output", "--signal", "--open-mode", "--error"} & names
     parts = "cluster.components=[{nodes: 1}, {nodes: 2, partition: gpu}]"
-    first, second = " ".join(surroundings.of("gpt", ["cluster.spare_nodes=0", parts]).options()).split(" : ")
+    first, second = " ".join(shell_environment.environment_of("gpt", ["cluster.spare_nodes=0", parts]).options()).split(
+        " : "
+    )
     assert "--nodes=1" in first
     assert "--nodes=2" in second
     assert "--partition=gpu" in second

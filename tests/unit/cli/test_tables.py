@@ -1,7 +1,5 @@
 """Tables fit their width, and a state has the colour of its meaning."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from toolkit.cli import columns
 from toolkit.cli.tables import Table, short
 
 HEAD = ("RUN", "NAME", "STATE", "STEP", "NOTE")
@@ -20,11 +19,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 140])
 def test_every_line_fits_and_what_is_cut_says_so(width: int) -> None:
     table = Table([HEAD, *ROWS], width, ("STEP",))
     assert max(map(len, table.lines)) <= width
-    assert table.is_cut
+    assert table.is_truncated
     assert "..." in table.lines[1]
     assert [line.split()[0] for line in table.lines] == ["RUN", "5ff3584a", "68ffbb30"]
     assert ("STEP" in table.lines[0]) == (width > 80)
@@ -32,9 +31,14 @@ def test_every_line_fits_and_what_is_cut_says_so(width: int) -> None:
 
 def test_without_a_width_everything_is_there_in_one_line_a_row() -> None:
     table = Table([HEAD, *ROWS], None, ("STEP",))
-    assert not table.is_cut
+    assert not table.is_truncated
     assert len(table.lines) == 3
     assert table.lines[1].endswith("a long story of two lines " + "x" * 60)
+
+
+def test_a_narrow_terminal_goes_without_each_usual_column_but_two() -> None:
+    others = {*columns.USUAL} - {"run", "state"}
+    assert others == {*columns._DISPENSABLE}, "place it in _DISPENSABLE of toolkit/cli/columns.py as well"
 
 
 def test_names_in_the_first_column_are_not_cut() -> None:

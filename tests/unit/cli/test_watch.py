@@ -1,7 +1,5 @@
 """`toolkit watch`: how often it asks Slurm, what it shows where, and how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty
@@ -19,7 +17,7 @@ import pytest
 from tests.bench.listing import make_runs
 from tests.waiting import wait_for
 from toolkit.base import fsio
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.cli import watch_view as watching
 from toolkit.cli.run_rows import read_rows
 from toolkit.cli.watch_view import Watch
@@ -130,8 +128,8 @@ def test_an_ended_run_is_read_again_only_with_the_next_list(hour: Hour) -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60)])
 def test_the_picture_fits_into_its_terminal(tmp_path: Path, width: int, height: int) -> None:
     make_runs(tmp_path, 100)
-    rows = show.with_slurm(read_rows(rundir.all_runs(tmp_path)), lambda _: {})
-    lines = str(watching.picture(rows, (), width, height)).splitlines()
+    rows = run_rows.with_slurm(read_rows(rundir.all_runs(tmp_path)), lambda _: {})
+    lines = str(watching.render_screen(rows, (), width, height)).splitlines()
     assert len(lines) <= height
     assert max(map(len, lines[:2])) <= max(width, 60)
     assert "101 runs: " in lines[0]
@@ -177,7 +175,6 @@ def test_without_a_terminal_it_prints_once_for_each_change_and_ends_with_the_run
         stop = threading.Timer(120, process.kill)
         stop.start()
         try:
-            assert process.stdout is not None
             assert process.stdout.readline().endswith("1 runs: 1 running\n")
             live.write_result(RunResult(RunState.COMPLETED))
             rest = process.stdout.read()

@@ -1,7 +1,5 @@
 """A folder from which every shipped config is valid, without site defaults of a user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys of a job's own: read from its source, and strict like all others."""
 
-from __future__ import annotations
-
 import ast
 import math
 import sys
@@ -19,7 +17,7 @@ from toolkit.base.errors import ConfigError, RequestError
 from toolkit.config import dump_config, filled, leaves, load_config, validate
 from toolkit.config.params import dataclass_in, declared, defaults_of
 from toolkit.config.source import read_source
-from toolkit.limits import hints_of, text_of
+from toolkit.constraints import hints_of, text_of
 
 HEAD = """from __future__ import annotations
 import dataclasses as dc
@@ -104,19 +102,19 @@ def test_a_config_has_every_key_of_its_job_resolved(job: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("params.widht=3", "unknown key 'params.widht'; did you mean 'params.width'? valid here: act, block, colour"),
-        ("params.block.head=3", "unknown key 'params.block.head'; did you mean 'params.block.heads'? valid here: "),
-        ("arg.width=3", "unknown key 'arg'; did you mean 'args'? valid here: "),
-        ("width=3", "unknown key 'width'; a key of the job's own is params.width; valid here: "),
-        ("params.width=a", "params.width: 'a' is text, and this key takes a whole number"),
-        ("params.width=1.5", "params.width: '1.5' is a number, and this key takes a whole number"),
-        ("params.width=null", "params.width: is empty (null), and this key takes a whole number"),
+        ("params.widht=3", "params.widht: unknown key; did you mean 'params.width'? valid here: act, block, colour"),
+        ("params.block.head=3", "params.block.head: unknown key; did you mean 'params.block.heads'? valid here: "),
+        ("arg.width=3", "arg: unknown key; did you mean 'args'? valid here: "),
+        ("width=3", "width: unknown key; a key of the job's own is params.width; valid here: "),
+        ("params.width=a", "params.width: 'a' is text; must be a whole number"),
+        ("params.width=1.5", "params.width: '1.5' is a number; must be a whole number"),
+        ("params.width=null", "params.width: is empty (null); must be a whole number"),
         ("params.width=[1]", "params.width takes a whole number, not a list or a mapping"),
-        ("params.width=${name}", "params.width: ${name} stands for 'c', and this key takes a whole number"),
-        ("params.act=rely", "params.act: there is no 'rely'; did you mean 'relu'? valid: relu, gelu"),
-        ("params.colour=GREEN", "params.colour: there is no 'GREEN'; did you mean 'RED'? valid: RED, BLUE"),
-        ("params.act=${name}", "params.act: there is no 'c'; valid: relu, gelu"),
-        ("params.sizes=[1, a]", "params.sizes[1]: 'a' is text, and this key takes a whole number"),
+        ("params.width=${name}", "params.width: ${name} stands for 'c'; must be a whole number"),
+        ("params.act=rely", "params.act: unknown value 'rely'; did you mean 'relu'? valid: relu, gelu"),
+        ("params.colour=GREEN", "params.colour: unknown value 'GREEN'; did you mean 'RED'? valid: RED, BLUE"),
+        ("params.act=${name}", "params.act: unknown value 'c'; valid: relu, gelu"),
+        ("params.sizes=[1, a]", "params.sizes[1]: 'a' is text; must be a whole number"),
         ("params.sizes=3", "params.sizes is a list: [first, second]"),
         ("params.pair=[1]", "params.pair: takes 2 items, not 1"),
         ("params.kernel={a: 1}", "params.kernel takes a whole number, not a list or a mapping"),
@@ -140,7 +138,7 @@ def test_a_resume_checks_keys_of_its_own_by_the_runs_own_sources(job: Path, tmp_
     job.with_name("train.py").rename(code / "train.py")
     resumed = load_config(config, ["params.width=3", "params.block.heads=1"], site=False, project=code)
     assert (resumed.params["width"], resumed.params["block"]["heads"]) == (3, 1)
-    with pytest.raises(ConfigError, match=r"unknown key 'params\.widht'"):
+    with pytest.raises(ConfigError, match=r"params\.widht: unknown key"):
         load_config(config, ["params.widht=3"], site=False, project=code)
 
 
@@ -164,7 +162,7 @@ def test_a_key_without_default_is_asked_for(job: Path) -> None:
         ),
         (
             "class Params:\n  width: int = 3\ndef main(config): print(config)",
-            r"class Params \(.*train\.py, line 1\) is no dataclass; write",
+            r"class Params \(.*train\.py, line 1\) is not a dataclass; write",
         ),
         (
             "from models import Params\ndef main(config): print(config)",
@@ -182,7 +180,7 @@ def test_a_job_without_params_says_how_to_declare_them(text: str, says: str, job
 
 def test_a_foreign_script_has_no_params() -> None:
     with pytest.raises(ConfigError, match=r"params: a script that knows nothing of the toolkit has none"):
-        load_config(None, ["params.width=3", "job=toolkit.nodes.start.foreign"])
+        load_config(None, ["params.width=3", "job=toolkit.nodes.start.user_script"])
 
 
 def test_a_job_that_is_not_there_is_named_where_params_need_it(job: Path) -> None:
@@ -305,8 +303,6 @@ def test_the_comment_and_the_type_of_a_key_are_known(tmp_path: Path) -> None:
     assert declared(block).comment == "what is dropped, of each block"
 
 
-# ------------------------------------------------------------------------------------------- the same as Python's own
-
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=6)
 SCALARS: dict[str, st.SearchStrategy[Any]] = {
     "int": st.integers(-(10**20), 10**20),
@@ -371,7 +367,7 @@ def test_an_object_is_filled_with_tuples_members_and_dataclasses(job: Path) -> N
     params = filled(module.Params, load_config(job).params)
     assert (params.pair, params.colour, params.block) == ((1, 2.0), module.Colour.RED, module.Block(2))
     assert params == module.Params(width=64, block=module.Block(2), last=module.Block(8))
-    with pytest.raises(ConfigError, match=r"unknown key 'params\.widht'; did you mean 'params\.width'\?"):
+    with pytest.raises(ConfigError, match=r"params\.widht: unknown key; did you mean 'params\.width'\?"):
         filled(module.Params, {"widht": 3})
     with pytest.raises(ConfigError, match=r"params\.width: must be given, for Params has no default for it"):
         filled(module.Params, {})

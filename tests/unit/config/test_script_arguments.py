@@ -1,14 +1,12 @@
 """The arguments of a script: the words after ``--``, and options by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import FOREIGN_JOB, JobConfig, command_line, dump_config, load_config, validate
+from toolkit.config import SCRIPT_JOB, JobConfig, command_line, dump_config, load_config, validate
 from toolkit.config.script_arguments import argv_override, with_options
 
 LOOP = "import argparse, toolkit\n\nwith toolkit.start() as run:\n    pass\n"
@@ -96,4 +94,4 @@ def test_a_job_class_takes_no_arguments(given: str, project: Path) -> None:
 
 
 def test_a_foreign_command_may_be_any_words() -> None:
-    validate(JobConfig(job=FOREIGN_JOB, argv=["python", "-c", "import sys\nprint(sys.argv)", ""]))
+    validate(JobConfig(job=SCRIPT_JOB, argv=["python", "-c", "import sys\nprint(sys.argv)", ""]))

@@ -1,7 +1,5 @@
 """What the installed torch is too old for is refused by its key, where a run is submitted. torch is not imported."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Small data sets that the tests of this folder share."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 

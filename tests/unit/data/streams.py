@@ -1,7 +1,5 @@
 """Streams of both kinds, for the tests. Each share reads its own lines, and shuffles them anew in each epoch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any

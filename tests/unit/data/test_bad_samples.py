@@ -19,7 +19,7 @@ from tests.unit.data.samples import Damaged, Noisy
 from toolkit.base import fsio
 from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import DataConfig
-from toolkit.data.bad_samples import NAMED, BadSamples
+from toolkit.data.bad_samples import NAMED, BadSampleList
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import TRIES
@@ -33,7 +33,7 @@ class Run:
         self.folder = folder
         self.most = most
         self.attempt = 0
-        self.ends: list[BadSamples] = []
+        self.ends: list[BadSampleList] = []
 
     def again(self) -> Run:
         store = HashStore()
@@ -42,7 +42,7 @@ class Run:
             SimpleNamespace(run_dir=self.folder, attempt=self.attempt, store=store, is_main=rank == 0)
             for rank in (0, 1)
         ]
-        self.ends = [BadSamples(session, self.most) for session in sessions]
+        self.ends = [BadSampleList(session, self.most) for session in sessions]
         return self
 
     def meet(self, rank: int, *bad: tuple[int, int]) -> None:
@@ -158,9 +158,6 @@ def _full(path: Path, value: Any) -> None:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
-# -------------------------------------------------------------------------------- what takes the place of a bad sample
-
-
 def batch_at(dataset: Any, step: int = 0, *, batch: int = 9, share: Share = Share(0, 1)) -> Batch:  # noqa: B008
     loader = Loader(dataset, global_batch_size=batch, seed=3, share=share, max_bad_samples=100)
     found = loader.at(step)
@@ -213,7 +210,6 @@ def test_a_replacement_comes_from_the_same_epoch_of_the_jobs_order() -> None:
     loader = Loader(dataset, global_batch_size=10, seed=3, share=Share(0, 1), max_bad_samples=100, order=fold)
     for epoch in range(2):
         batch = loader.at(epoch)
-        assert batch is not None
         assert batch.bad
         assert set(batch.targets.tolist()) <= {*fold(epoch)} - {*dataset.bad}
 

@@ -1,7 +1,5 @@
 """The data sets that need no files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import DataConfig, catalog
+from toolkit.config import DataConfig, dataset_catalog
 from toolkit.data.datasets import Augmented, InMemory, RandomShift, build_datasets
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.loader import BatchedSamples, Loader
@@ -40,17 +38,23 @@ def test_digits_are_the_1797_real_images() -> None:
     assert counts == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-def test_digits_are_standardised() -> None:
-    train, _ = all_of(build_datasets(DataConfig()).train)
-    assert abs(train.mean().item()) < 0.01
-    assert abs(train.std().item() - 1) < 0.01
-
-
-def test_digits_can_be_learnt_by_a_linear_model() -> None:
-    sets = build_datasets(DataConfig())
+@pytest.mark.parametrize(
+    ("config", "off", "accuracy"),
+    [(DataConfig(), 0.01, 0.85), (DataConfig(name="synthetic", image_size=8), 0.05, 0.95)],
+    ids=["digits", "synthetic"],
+)
+def test_images_are_standardised_and_can_be_learnt_by_a_linear_model(
+    config: DataConfig, off: float, accuracy: float
+) -> None:
+    sets = build_datasets(config)
     (train, labels), (test, truth) = all_of(sets.train), all_of(sets.eval)
+    assert abs(train.mean().item()) < off
+    assert abs(train.std().item() - 1) < off
+    if config.name == "synthetic":
+        assert train.shape == (4096, 3, 8, 8)
+        assert min(torch.bincount(labels, minlength=10)) > 330
     weights = torch.linalg.lstsq(train.flatten(1), functional.one_hot(labels).float(), driver="gelsd").solution
-    assert ((test.flatten(1) @ weights).argmax(1) == truth).float().mean() > 0.85
+    assert ((test.flatten(1) @ weights).argmax(1) == truth).float().mean() > accuracy
 
 
 def test_data_sets_without_files_do_not_pay_for_torchvision() -> None:
@@ -67,17 +71,6 @@ def test_synthetic_data_is_the_same_in_every_version() -> None:
     inputs, targets = cast(BatchedSamples, sets.train).batch(np.arange(8))
     assert targets.tolist() == [9, 0, 6, 2, 2, 2, 4, 0]
     assert inputs[0, 0, 0].tolist() == pytest.approx([-0.5188506, 1.6007397, -0.3786254, -0.1752949], abs=1e-6)
-
-
-def test_synthetic_data_are_distinct_balanced_and_learnable() -> None:
-    sets = build_datasets(DataConfig(name="synthetic", image_size=8))
-    (train, labels), (test, truth) = all_of(sets.train), all_of(sets.eval)
-    assert train.shape == (4096, 3, 8, 8)
-    assert abs(train.mean().item()) < 0.05
-    assert abs(train.std().item() - 1) < 0.05
-    assert min(torch.bincount(labels, minlength=10)) > 330
-    weights = torch.linalg.lstsq(train.flatten(1), functional.one_hot(labels).float(), driver="gelsd").solution
-    assert ((test.flatten(1) @ weights).argmax(1) == truth).float().mean() > 0.95
 
 
 def test_digits_augmentation_shifts_by_at_most_a_pixel() -> None:
@@ -101,13 +94,13 @@ def test_tensors_that_are_not_images_are_refused_in_memory() -> None:
 
 
 def test_checking_files_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, toolkit.config.catalog; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, toolkit.config.dataset_catalog; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_data_sets_without_files_are_always_there(name: str, tmp_path: Path) -> None:
-    catalog.check_datasets(DataConfig(name=name, root=str(tmp_path / "none")))
+    dataset_catalog.check_datasets(DataConfig(name=name, root=str(tmp_path / "none")))
 
 
 def test_root_is_the_config_then_the_environment_then_data_here(
@@ -115,15 +108,15 @@ def test_root_is_the_config_then_the_environment_then_data_here(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TOOLKIT_DATA", raising=False)
-    assert catalog.data_root(None) == tmp_path / "data"
+    assert dataset_catalog.data_root(None) == tmp_path / "data"
     monkeypatch.setenv("TOOLKIT_DATA", "/shared/data")
-    assert catalog.data_root(None) == Path("/shared/data")
-    assert catalog.data_root("mine") == tmp_path / "mine"
+    assert dataset_catalog.data_root(None) == Path("/shared/data")
+    assert dataset_catalog.data_root("mine") == tmp_path / "mine"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'digits'"):
-        catalog.entry_of("digist")
+        dataset_catalog.entry_of("digist")
 
 
 @pytest.mark.parametrize(
@@ -131,10 +124,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     [("digits", None, (1, 8, 8)), ("digits", 32, (1, 32, 32)), ("synthetic", None, (3, 32, 32))],
 )
 def test_sample_shapes_follow_the_image_size(name: str, image_size: int | None, shape: tuple[int, int, int]) -> None:
-    assert catalog.sample_shape(DataConfig(name=name, image_size=image_size)) == shape
-
-
-# -------------------------------------------------------------------------------------------------------- fingerprints
+    assert dataset_catalog.sample_shape(DataConfig(name=name, image_size=image_size)) == shape
 
 
 def images(count: int, moved: float = 0.0, first_class: int = 0) -> InMemory:
@@ -200,5 +190,5 @@ def test_of_parts_that_stay_on_their_nodes_no_sample_is_read() -> None:
             raise AssertionError("another node has it")
 
     dataset = OnlyHere(torch.zeros(10, 1, 2, 2), torch.zeros(10, dtype=torch.int64))
-    loader = Loader(dataset, global_batch_size=4, seed=0, share=Share(0, 2), split="blocks")
+    loader = Loader(dataset, global_batch_size=4, seed=0, share=Share(0, 2), partition="blocks")
     assert loader.fingerprint() == "10 samples"

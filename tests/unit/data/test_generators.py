@@ -1,7 +1,5 @@
 """The places in which users keep generators. What is found there is brought to its place at a resume."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import deque

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -258,7 +256,7 @@ def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: i
         for step in range(22):
             if step in news:
                 for loader in loaders:
-                    loader.cut(step + loader.ahead, news[step])
+                    loader.rebalance(step + loader.ahead, news[step])
                 # batches that workers have begun keep the cut before
                 expected[step + loaders[0].ahead] = news[step]
             batches = [batch for loader in loaders if (batch := loader.at(step)) is not None]
@@ -277,8 +275,8 @@ def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: i
 def test_steps_that_were_given_are_cut_as_they_were() -> None:
     loaders = [Loader(Numbers(50), global_batch_size=10, seed=3, share=Share(rank, 2)) for rank in range(2)]
     for loader in loaders:
-        loader.cut(5, [8, 2])
-        loader.cut(9, [3, 7])
+        loader.rebalance(5, [8, 2])
+        loader.rebalance(9, [3, 7])
     assert [[len(part) for part in positions(loaders, step)] for step in (9, 4, 8, 5, 30)] == [
         [3, 7],
         [5, 5],

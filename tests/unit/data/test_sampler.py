@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from itertools import pairwise
 from typing import Any
@@ -16,7 +14,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
 from toolkit.data.permutation import BLOCK, SORTED_MAX, ShuffledOrder, hash64, mix, mix_array, order
-from toolkit.data.sampler import EvalSampler, TrainSampler, eval_calls, part_of, samples_of
+from toolkit.data.sampler import EvalSampler, TrainSampler, eval_calls, samples_of, share_of
 from toolkit.ranks.batch import Share
 
 SIZES = st.integers(1, 50)
@@ -84,7 +82,7 @@ def test_a_share_generates_no_other_shares_samples(monkeypatch: pytest.MonkeyPat
 @settings(max_examples=60, deadline=None)
 @given(SIZES, BATCHES, st.lists(WORLDS, min_size=2, max_size=5))
 def test_defect_a_sample_seen_twice_across_world_sizes(n: int, b: int, worlds: list[int]) -> None:
-    """A run resumed in mid-epoch goes on where it was, on other numbers of ranks."""
+    """A run resumed in mid-epoch continues where it was, on other numbers of ranks."""
     samples = [sample for step, world in enumerate(worlds) for _, sample in global_batch(n, b, world, step)]
     undisturbed = itertools.chain.from_iterable(order(n, 5, epoch, 0, n).tolist() for epoch in itertools.count())
     assert samples == list(itertools.islice(undisturbed, len(worlds) * b))
@@ -157,7 +155,7 @@ def test_repeats_give_the_same_batches_on_any_number_of_ranks() -> None:
         assert together == alone.at(step).indices.tolist()
 
 
-def test_hash_is_splitmix64_as_published() -> None:
+def test_hash_is_partitionedmix64_as_published() -> None:
     # first outputs for seed 1234567, from Vigna's splitmix64.c: state += golden ratio, then the finaliser
     golden = 0x9E3779B97F4A7C15
     states = [(1234567 + step * golden) % 2**64 for step in (1, 2, 3)]
@@ -173,7 +171,7 @@ def test_every_epoch_is_a_permutation(n: int) -> None:
 
 
 def test_order_is_the_same_in_every_version() -> None:
-    # a run resumed with a newer toolkit must go on in the order that it began in
+    # a run resumed with a newer toolkit must continue in the order that it began in
     assert order(10, 0, 0, 0, 10).tolist() == [0, 7, 8, 2, 5, 9, 4, 6, 3, 1]
     assert order(1437, 3, 2, 700, 705).tolist() == [627, 1048, 632, 317, 1422]
     assert order(1_281_167, 0, 0, 0, 5).tolist() == [1148581, 83359, 218988, 1211718, 88798]
@@ -243,15 +241,12 @@ def test_an_empty_training_set_is_refused() -> None:
         ShuffledOrder(0, 1)
 
 
-# --------------------------------------------------------------------------------------------- parts that never change
-
-
 SPLITS = ["blocks", "hash"]
 FEW_WORLDS = st.integers(1, 6)
 
 
 def sampler(size: int, batch: int, index: int, count: int, split: str, seed: int = 5) -> TrainSampler:
-    return TrainSampler(size, global_batch_size=batch, seed=seed, share=Share(index, count), split=split)
+    return TrainSampler(size, global_batch_size=batch, seed=seed, share=Share(index, count), partition=split)
 
 
 def parts(size: int, count: int, split: str) -> list[list[int]]:
@@ -262,7 +257,7 @@ def parts(size: int, count: int, split: str) -> list[list[int]]:
     if split == "blocks":
         edges = np.floor(np.linspace(0, size, count + 1) + 1e-9).astype(int)
         return [list(range(a, b)) for a, b in pairwise(edges)]
-    owners = part_of(np.arange(size), count)
+    owners = share_of(np.arange(size), count)
     return [np.flatnonzero(owners == index).tolist() for index in range(count)]
 
 
@@ -306,7 +301,7 @@ def test_the_step_says_where_a_share_stands(split: str, step: int) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_positions_are_those_of_the_run_so_that_no_two_samples_are_augmented_alike(split: str) -> None:
     loaders = [
-        Loader(Noisy(50), global_batch_size=11, seed=3, share=Share(index, 3), split=split) for index in range(3)
+        Loader(Noisy(50), global_batch_size=11, seed=3, share=Share(index, 3), partition=split) for index in range(3)
     ]
     batches = [loader.at(4) for loader in loaders]
     positions = torch.cat([batch.positions for batch in batches if batch is not None])
@@ -324,7 +319,7 @@ def test_a_samples_part_does_not_change_when_the_data_set_grows() -> None:
 def test_a_samples_part_is_its_keyed_splitmix_hash() -> None:
     """The oracle uses Python's own integers. The next version must find data where this one has put them."""
     key = hash64(0x50415254)
-    assert part_of(np.arange(50), 7).tolist() == [mix((index + key) % 2**64) % 7 for index in range(50)]
+    assert share_of(np.arange(50), 7).tolist() == [mix((index + key) % 2**64) % 7 for index in range(50)]
 
 
 def test_a_data_set_of_several_chunks_is_cut_as_one(change_limits: ChangeLimits) -> None:
@@ -335,14 +330,14 @@ def test_a_data_set_of_several_chunks_is_cut_as_one(change_limits: ChangeLimits)
 
 @pytest.mark.parametrize(("split", "size"), [("blocks", 3), ("hash", 2)])
 def test_a_share_without_a_sample_is_refused(split: str, size: int) -> None:
-    with pytest.raises(ConfigError, match=r"data.split: .* leaves share \d of 4 none of"):
+    with pytest.raises(ConfigError, match=r"data.partition: .* leaves share \d of 4 none of"):
         _ = [samples_of(size, Share(index, 4), split) for index in range(4)]
 
 
 def test_the_config_builds_it_and_a_checkpoint_knows_the_share() -> None:
-    config = DataConfig(global_batch_size=8, split="blocks")
+    config = DataConfig(global_batch_size=8, partition="blocks")
     loader = build_loader(Numbers(20), config, Share(1, 2), seed=3)
-    assert {sample for step in range(10) for sample in loader.samples(step)} == set(range(10, 20))
+    assert {sample for step in range(10) for sample in loader.sample_indices(step)} == set(range(10, 20))
     loader.restore(loader.state())
     with pytest.raises(ConfigError, match=r"this rank read share 1 of 2 .* and has share 1 of 4 now"):
         build_loader(Numbers(20), config, Share(1, 4), seed=3).restore(loader.state())
@@ -351,8 +346,8 @@ def test_the_config_builds_it_and_a_checkpoint_knows_the_share() -> None:
 
 
 def test_the_parts_are_found_once_for_the_samples_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaders = [Loader(Numbers(40), global_batch_size=8, seed=3, share=Share(i, 2), split="hash") for i in range(2)]
-    expected = [[sample for loader in loaders for sample in loader.samples(step)] for step in range(3)]
+    loaders = [Loader(Numbers(40), global_batch_size=8, seed=3, share=Share(i, 2), partition="hash") for i in range(2)]
+    expected = [[sample for loader in loaders for sample in loader.sample_indices(step)] for step in range(3)]
     asked: list[Share] = []
 
     def counted(size: int, share: Share, split: str) -> Any:
@@ -360,5 +355,5 @@ def test_the_parts_are_found_once_for_the_samples_of_many_steps(monkeypatch: pyt
         return samples_of(size, share, split)
 
     monkeypatch.setattr("toolkit.data.sampler.samples_of", counted)
-    assert [loaders[0].global_samples(step) for step in range(3)] == expected
+    assert [loaders[0].global_indices(step) for step in range(3)] == expected
     assert asked == [Share(0, 2), Share(1, 2)]

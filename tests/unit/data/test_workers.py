@@ -1,7 +1,5 @@
 """Data workers are separate processes. Each test here forks one or two and ends them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -275,8 +273,6 @@ def test_evaluation_with_workers_equals_evaluation_without_and_ends_them() -> No
     with_workers, without = (list(eval_batches(Noisy(11), Share(1, 2), 2, workers=workers)) for workers in (1, 0))
     assert len(with_workers) == len(without) == 3
     for ours, theirs in zip(with_workers, without, strict=True):
-        assert ours is not None
-        assert theirs is not None
         assert torch.equal(ours.inputs, theirs.inputs)
     assert worker_pids() == set()
 

@@ -4,8 +4,6 @@ Written from what the sites and the makers document: which GPU is on which PCI a
 that node has. What the toolkit does not read is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

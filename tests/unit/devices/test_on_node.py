@@ -1,7 +1,5 @@
 """Which GPUs a node has and which CPUs are near each, on nodes of real machines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from toolkit.devices.kinds import ROCM, contradiction
 
 def numa_nodes(machine: Machine, root: Path, environ: Mapping[str, str] | None = None) -> list[int]:
     """Return the NUMA node of each visible device, by the CPUs that are near."""
-    lists = [on_node.parse(cpus) for cpus in machine.numa_cpus]
+    lists = [on_node.parse_cpulist(cpus) for cpus in machine.numa_cpus]
     return [lists.index(near) for near in on_node.near_cpus(environ or {}, root)]
 
 
@@ -38,37 +36,30 @@ def test_cpus_near_the_gpus_of_a_real_machine(tmp_path: Path, machine: Machine, 
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("machine", "environ", "expected"),
     [
-        ({"ROCR_VISIBLE_DEVICES": "4,5"}, [0, 0]),
-        ({"ROCR_VISIBLE_DEVICES": "2,4,0", "HIP_VISIBLE_DEVICES": "2,0"}, [3, 1]),
+        (LUMI, {"ROCR_VISIBLE_DEVICES": "4,5"}, [0, 0]),
+        (LUMI, {"ROCR_VISIBLE_DEVICES": "2,4,0", "HIP_VISIBLE_DEVICES": "2,0"}, [3, 1]),
         # HIP takes CUDA's variable where its own is empty, and no other time.
-        ({"CUDA_VISIBLE_DEVICES": "7"}, [2]),
-        ({"HIP_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "7"}, [0]),
-        ({"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "7"}, [2]),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-0000000000001006,GPU-0000000000001000"}, [2, 3]),
-        ({"ROCR_VISIBLE_DEVICES": ""}, []),
-        ({"GPU_DEVICE_ORDINAL": "7", "ZE_AFFINITY_MASK": "7"}, [3, 3, 1, 1, 0, 0, 2, 2]),  # of OpenCL and of Intel
+        (LUMI, {"CUDA_VISIBLE_DEVICES": "7"}, [2]),
+        (LUMI, {"HIP_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "7"}, [0]),
+        (LUMI, {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "7"}, [2]),
+        (LUMI, {"ROCR_VISIBLE_DEVICES": "GPU-0000000000001006,GPU-0000000000001000"}, [2, 3]),
+        (LUMI, {"ROCR_VISIBLE_DEVICES": ""}, []),
+        (
+            LUMI,
+            {"GPU_DEVICE_ORDINAL": "7", "ZE_AFFINITY_MASK": "7"},
+            [3, 3, 1, 1, 0, 0, 2, 2],
+        ),  # of OpenCL, of Intel
+        (DAWN, {"ZE_AFFINITY_MASK": "1,4"}, [0, 1]),  # since 2023 tiles are counted
+        (DAWN, {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "1,3"}, [0, 1]),
+        (DAWN, {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, [0, 0, 1, 1]),
     ],
 )
-def test_each_runtimes_variables_choose_among_amds_gpus(
-    tmp_path: Path, environ: Mapping[str, str], expected: Sequence[int]
+def test_each_runtimes_variables_choose_among_its_gpus(
+    tmp_path: Path, machine: Machine, environ: Mapping[str, str], expected: Sequence[int]
 ) -> None:
-    assert numa_nodes(LUMI, LUMI.write(tmp_path), environ) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"ZE_AFFINITY_MASK": "1,4"}, [0, 1]),  # since 2023 tiles are counted
-        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "1,3"}, [0, 1]),
-        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, [0, 0, 1, 1]),
-    ],
-)
-def test_intels_variables_count_tiles_or_whole_gpus(
-    tmp_path: Path, environ: Mapping[str, str], expected: Sequence[int]
-) -> None:
-    assert numa_nodes(DAWN, DAWN.write(tmp_path), environ) == expected
+    assert numa_nodes(machine, machine.write(tmp_path), environ) == expected
 
 
 @pytest.mark.parametrize(

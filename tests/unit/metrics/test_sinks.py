@@ -1,7 +1,5 @@
 """Sinks as TensorBoard's own EventAccumulator and the JSON reader see them, over kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -224,9 +222,6 @@ def test_other_ranks_write_nothing_and_do_not_pay_for_tensorboard(tmp_path: Path
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert list(tmp_path.iterdir()) == []
-
-
-# --------------------------------------------------------------------------------------------------------- full disks
 
 
 @pytest.mark.parametrize("room", [0, 1, 40, 300])

@@ -1,7 +1,5 @@
 """The launcher with a real agent on this machine. The ranks are shell scripts: a zygote takes seconds to start."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -10,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Timer
@@ -24,8 +22,7 @@ from tests.unit.nodes.test_reports import another_user, as_root
 from tests.unit.nodes.test_steps import await_true, gone
 from tests.waiting import processes_with, wait_for
 from toolkit.files import rundir
-from toolkit.nodes.agent import link
-from toolkit.nodes.agent.link import AuthenticatedLink
+from toolkit.nodes.agent import wire_protocol
 from toolkit.nodes.agent.messages import (
     AgentHere,
     AgentSignalled,
@@ -38,18 +35,18 @@ from toolkit.nodes.agent.messages import (
     StacksAnswered,
     StacksOrder,
 )
-from toolkit.nodes.agent.reports import AgentGoneError, Digest, Outbox, RankReport, Standing, addresses
+from toolkit.nodes.agent.reports import AgentGoneError, Outbox, ProgressSummary, RankProgress, RankReport, addresses
+from toolkit.nodes.agent.wire_protocol import AuthenticatedConnection
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import agent_starters, agents, children
-from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent
-from toolkit.nodes.start.agents import Agents, AgentUser, Endpoint, NodeAnswered, NodeSilent
+from toolkit.nodes.start.agents import Agents, AgentUser, Endpoint, NodeAnswered, NodeSilent, Progress
 from toolkit.nodes.start.launcher import (
+    AgentLauncher,
     AllRanksEnded,
     LaunchFailed,
-    Progress,
     RanksExited,
-    RanksFinished,
+    RanksSucceeded,
     RunningRanks,
     StoreHostEnded,
 )
@@ -77,7 +74,7 @@ class Site:
         self.run = rundir.create("agents", folder)
         self.allocation = Allocation(("here",), (ranks,), 1)
         self.starter = LocalAgent(self.run)
-        self.endpoint = Endpoint.open(self.run, self.allocation.hosts, os.environ)
+        self.endpoint = Endpoint.listen(self.run, self.allocation.hosts, os.environ)
         self.attempt, self._shell = 0, Shell(store)
         self._settings = [] if settings is None else [lambda: settings]
         self.begin()
@@ -101,8 +98,8 @@ class Site:
     def prepare(self, environ: Mapping[str, str]) -> None:
         if not self.is_open:
             self.is_open = True
-            self.launcher.open(["sh"], environ, self.events)
-        self.launcher.prepare(self.allocation.hosts)
+            self.launcher.listen(["sh"], environ, self.events)
+        self.launcher.start_agents(self.allocation.hosts)
 
     def start(self, script: str, **environ: str) -> RunningRanks:
         self.attempt += 1
@@ -115,7 +112,7 @@ class Site:
 
     def next(self) -> Any:
         """Return the next event of the ranks or the store. Ends with exit code 0 are left out."""
-        while isinstance(event := self.events.get(timeout=TIMEOUT_S), RanksFinished):
+        while isinstance(event := self.events.get(timeout=TIMEOUT_S), RanksSucceeded):
             pass
         return event
 
@@ -128,57 +125,73 @@ class Site:
         return self.run.rank_log(self.attempt, rank).read_text()
 
 
-def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path: Path) -> None:
-    site = Site(tmp_path, ranks=3)
+NewSite = Callable[..., Site]
+
+
+@pytest.fixture
+def new_site(tmp_path: Path) -> Iterator[NewSite]:
+    """Return what makes a site in the test's folder, and close it at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def new(*args: Any, **options: Any) -> Site:
+            site = Site(tmp_path, *args, **options)
+            stack.callback(site.close)
+            return site
+
+        yield new
+
+
+@pytest.fixture
+def site(new_site: NewSite) -> Site:
+    return new_site()
+
+
+def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(new_site: NewSite) -> None:
+    site = new_site(ranks=3)
     site.start("echo $RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT")
     assert site.next() == AllRanksEnded(0)
     for rank in range(3):
         assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
-    site.close()
 
 
-def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
-    site = Site(tmp_path, ranks=2)
+def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(new_site: NewSite) -> None:
+    site = new_site(ranks=2)
     step = site.start("[ $RANK = 1 ] && exit 0; sleep 600")
-    assert site.events.get(timeout=TIMEOUT_S) == RanksFinished((1,))
-    step.kill()
+    assert site.events.get(timeout=TIMEOUT_S) == RanksSucceeded((1,))
+    step.send_signal()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
-    site.close()
 
 
 @pytest.mark.parametrize("signals_all", [False, True])
-def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(tmp_path: Path, signals_all: bool) -> None:
+def test_a_signal_that_slurm_sends_the_agent_alone_reaches_the_ranks(new_site: NewSite, signals_all: bool) -> None:
     """As with proctrack/cgroup. Where Slurm signals all processes itself, the ranks do not get the signal twice."""
-    site = Site(tmp_path, ranks=2, settings=Settings(signals_all=signals_all))
+    site = new_site(ranks=2, settings=Settings(signals_all=signals_all))
     step = site.start("trap 'exit 3' TERM; trap 'exit 4' USR2; echo ready; while :; do sleep 0.02; done")
     await_true(lambda: all(site.run.rank_log(1, rank).exists() and site.log(rank) == "ready\n" for rank in (0, 1)))
     os.kill(site.agent, signal.SIGTERM)
     assert site.next() == AgentSignalled()
     if signals_all:
-        step.kill(signal.SIGUSR2)  # by the supervisor
+        step.send_signal(signal.SIGUSR2)  # by the supervisor
     assert {site.next().exit_code, site.next().exit_code} == {4 if signals_all else 3}
     site.store.close()
     site.start("true")
     assert [type(site.next()), site.next()] == [AllRanksEnded, AllRanksEnded(0)]  # the agent has stayed
-    site.close()
 
 
-def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
-    site = Site(tmp_path, ranks=2)
+def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(new_site: NewSite) -> None:
+    site = new_site(ranks=2)
     step = site.start("[ $RANK = 1 ] && kill -9 $$; sleep 600")
     ended = site.next()
     assert isinstance(ended, RanksExited)
     assert (ended.ranks, ended.host, ended.signal, ended.with_agent) == ((1,), "here", signal.SIGKILL, False)
-    step.kill()
+    step.send_signal()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
-    site.close()
 
 
 @pytest.mark.parametrize("apart", ["", "setsid "])
-def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) -> None:
+def test_what_a_rank_leaves_behind_is_ended_with_it(site: Site, tmp_path: Path, apart: str) -> None:
     """Also a process in a session of its own."""
     note = tmp_path / "pid"
-    site = Site(tmp_path)
     site.start(f"{apart}sh -c 'echo $$ > {note}; exec sleep 600' & while [ ! -s {note} ]; do sleep 0.01; done; exit 3")
     ended = site.next()
     assert isinstance(ended, RanksExited)
@@ -186,7 +199,6 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     assert site.next() == AllRanksEnded(3)
     site.store.close()
     await_true(lambda: gone(int(note.read_text())))
-    site.close()
 
 
 def test_daemons_of_a_rank_end_with_their_agent(tmp_path: Path) -> None:
@@ -242,17 +254,17 @@ LEADERS = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("leader", LEADERS)
 def test_what_saves_has_its_time_whatever_starts_it(
-    leader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leader: str, new_site: NewSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "save.py").write_text(SAVES)
-    site = Site(tmp_path)
+    site = new_site()
     step = site.start(LEADERS[leader], SAVE=f"{sys.executable} -I -S save.py")
     output = tmp_path / "log" if "pipe" in leader else site.run.rank_log(1, 0)
     wait_for(lambda: output.exists() and "up" in output.read_text(), TIMEOUT_S, "the script")
-    step.kill(signal.SIGTERM)
+    step.send_signal(signal.SIGTERM)
     wait_for(lambda: "told" in output.read_text(), TIMEOUT_S, "the signal")
-    step.kill(signal.SIGTERM)  # a second one would end some scripts at once
+    step.send_signal(signal.SIGTERM)  # a second one would end some scripts at once
     with pytest.raises(Empty):
         site.events.get(timeout=0.3)
     (tmp_path / "go").touch()
@@ -265,11 +277,9 @@ def test_what_saves_has_its_time_whatever_starts_it(
     assert (tmp_path / "trapped").exists() == (leader == "a trap behind")
     assert not (tmp_path / "next").exists()
     wait_for(lambda: not processes_with(f"PWD={tmp_path}"), TIMEOUT_S, "no process of the script")
-    site.close()
 
 
-def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_the_next_attempt_has_the_same_agent_and_its_own_environment(site: Site) -> None:
     site.start("echo $WORD-$PPID", WORD="one", GONE="1")
     assert site.next() == AllRanksEnded(0)
     first = site.log(0)
@@ -277,11 +287,9 @@ def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: P
     site.start("echo $WORD$GONE-$PPID", WORD="two")
     assert site.next() == AllRanksEnded(0)
     assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
-    site.close()
 
 
-def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_a_program_that_is_not_there_could_not_be_started(site: Site) -> None:
     site.start("true")
     assert site.next() == AllRanksEnded(0)
     environ = dict(os.environ)
@@ -292,48 +300,54 @@ def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> Non
     assert failed.ranks == (0,)
     assert "no-such-program" in failed.why
     assert site.next() == AllRanksEnded(1)
-    site.close()
 
 
-def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    note = tmp_path / "pid"
-    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+def start_sleeper(site: Site, note: Path, text: str = "$$") -> None:
+    """Start a rank that writes ``text`` to the file ``note``, and then sleeps."""
+    site.start(f"echo {text} > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)
-    os.kill(site.agent, signal.SIGKILL)
+
+
+def lost_with_agent(site: Site) -> RanksExited:
+    """Return how the rank has ended of which the agent and the store are gone as well."""
     happened = [site.next(), site.next(), site.next()]
     assert {type(event) for event in happened} == {RanksExited, AllRanksEnded, StoreHostEnded}
     (ended,) = (event for event in happened if isinstance(event, RanksExited))
+    return ended
+
+
+def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(site: Site, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    start_sleeper(site, note)
+    os.kill(site.agent, signal.SIGKILL)
+    ended = lost_with_agent(site)
     assert ended.with_agent
     assert ended.signal == signal.SIGKILL
     await_true(lambda: gone(int(note.read_text())))
     site.store.close()
     site.start("true")
     assert site.next() == AllRanksEnded(0)
-    site.close()
 
 
-def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(tmp_path: Path, change_limits: ChangeLimits) -> None:
+def test_an_agent_that_is_stopped_is_replaced_and_its_ranks_end(
+    new_site: NewSite, tmp_path: Path, change_limits: ChangeLimits
+) -> None:
     change_limits(agent_unheard_s=2.5)
-    site, note = Site(tmp_path), tmp_path / "pid"
-    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
-    await_true(note.exists)
+    site, note = new_site(), tmp_path / "pid"
+    start_sleeper(site, note)
     stopped = site.agent
     os.kill(stopped, signal.SIGSTOP)
-    happened = [site.next(), site.next(), site.next()]
-    assert {type(event) for event in happened} == {RanksExited, AllRanksEnded, StoreHostEnded}
-    (ended,) = (event for event in happened if isinstance(event, RanksExited))
-    assert "has sent nothing for" in ended.how
+    assert "has sent nothing for" in lost_with_agent(site).how
     site.store.close()
     site.start("true")
     assert site.next() == AllRanksEnded(0)
     await_true(lambda: gone(stopped) and gone(int(note.read_text())))
-    site.close()
 
 
-def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(tmp_path: Path, change_limits: ChangeLimits) -> None:
+def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(
+    site: Site, tmp_path: Path, change_limits: ChangeLimits
+) -> None:
     """As where Slurm suspends the whole job: all clocks have gone on meanwhile."""
-    site = Site(tmp_path)
     site.start(f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
     await_true(lambda: site.agents.hosts)
     change_limits(agent_unheard_s=3.0)
@@ -341,7 +355,6 @@ def test_a_supervisor_that_was_stopped_itself_gives_no_agent_up(tmp_path: Path, 
         time.sleep(5)  # the thread that serves the agents stands still for longer than an agent may be silent
     (tmp_path / "go").touch()
     assert site.next() == AllRanksEnded(0)
-    site.close()
 
 
 #: Stands for the agent's program: one whose node is found sick at once.
@@ -370,26 +383,24 @@ def test_a_listener_that_fails_is_named_once_and_the_ranks_run(
     site.close()
 
 
-def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Site(tmp_path)
+def test_an_agent_that_cannot_run_is_a_launch_that_failed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.start("true", PYTHONHOME="/nowhere")
     happened = [site.next(), site.next(), site.next()]
     assert {type(event) for event in happened} == {LaunchFailed, AllRanksEnded, StoreHostEnded}
     (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
     assert "agent-here.log" in failed.why
-    site.close()
 
 
-def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> None:
-    site = Site(tmp_path, store="sleep 600")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_before_there_is_an_agent_ends_the_attempt(number: signal.Signals, new_site: NewSite) -> None:
+    site = new_site(store="sleep 600")
     step = site.start("echo started")
-    step.kill()
-    never_began = site.next()
-    assert isinstance(never_began, RanksExited)
-    assert (never_began.ranks, never_began.how) == ((0,), "killed before it was started")
-    assert site.next() == AllRanksEnded(-signal.SIGKILL)
+    step.send_signal(number)
+    on_not_started = site.next()
+    assert isinstance(on_not_started, RanksExited)
+    assert (on_not_started.ranks, on_not_started.how) == ((0,), "killed before it was started")
+    assert site.next() == AllRanksEnded(-number)
     assert not site.run.rank_log(1, 0).exists()
-    site.close()
 
 
 def test_what_the_store_is_told_goes_through_and_it_ends_when_it_is_closed(
@@ -407,24 +418,19 @@ def test_what_the_store_is_told_goes_through_and_it_ends_when_it_is_closed(
     assert site.events.empty()
 
 
-def test_a_store_that_ends_by_itself_is_reported(tmp_path: Path) -> None:
-    site = Site(tmp_path, store=STORE.partition(";")[0] + "; exit 3")
+def test_a_store_that_ends_by_itself_is_reported(new_site: NewSite) -> None:
+    site = new_site(store=STORE.partition(";")[0] + "; exit 3")
     site.start("sleep 600")
     assert site.next() == StoreHostEnded(3)
-    site.close()
 
 
 def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
     site = Site(tmp_path)
     note = tmp_path / "pid"
-    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
-    await_true(note.exists)
+    start_sleeper(site, note)
     agent = site.agent
     site.close()
     await_true(lambda: gone(agent) and gone(int(note.read_text())))
-
-
-# ------------------------------------------------------------------------------------------------------------ strangers
 
 
 def call(site: Site) -> socket.socket:
@@ -441,11 +447,11 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_strangers_get_nothing_and_change_nothing(
-    tmp_path: Path, change_limits: ChangeLimits, caplog: pytest.LogCaptureFixture
+    new_site: NewSite, change_limits: ChangeLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They send nothing, garbage, or half a frame or one too long. They are more than the limit allows."""
     change_limits(stranger_s=0.5, most_strangers=8)
-    site = Site(tmp_path)
+    site = new_site()
     step = site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
     strangers = [call(site) for _ in range(6)]
@@ -466,10 +472,9 @@ def test_strangers_get_nothing_and_change_nothing(
         with connection:
             assert is_closed(connection)
     # Nor do they fill the disk with what the supervisor says of them.
-    assert len([line for line in caplog.messages if line.startswith("a connection that is no agent's")]) == 1
-    step.kill()
+    assert len([line for line in caplog.messages if line.startswith("a connection that is not an agent's")]) == 1
+    step.send_signal()
     assert [type(site.next()), type(site.next())] == [RanksExited, AllRanksEnded]
-    site.close()
 
 
 class Connected(AgentUser):
@@ -493,10 +498,10 @@ def returning(folder: Path, *hosts: str) -> Iterator[tuple[Agents, Connected, di
     """The agents of ``hosts``, which all connect, and then return to another supervisor."""
     starter: Any = SimpleNamespace(note_connected=lambda host: None, close=lambda: None)
     run, user = rundir.create("agents", folder), Connected()
-    at = Endpoint.open(run, ["here"], os.environ)
+    at = Endpoint.listen(run, ["here"], os.environ)
     at.secret_file.write_bytes(at.secret)
     site = Agents(run, Allocation(hosts, (1,) * len(hosts), 1), starter, at)
-    site.open(os.environ, SimpleQueue(), user, again=True)
+    site.listen(os.environ, SimpleQueue(), user, again=True)
     with contextlib.ExitStack() as stack:
         stack.callback(at.listening.close)
         stack.callback(site.disconnect)
@@ -505,7 +510,7 @@ def returning(folder: Path, *hosts: str) -> Iterator[tuple[Agents, Connected, di
         ]
         played = {}
         for host, connection in zip(hosts, connections, strict=True):
-            agent = AuthenticatedLink(at.secret, "agent")
+            agent = AuthenticatedConnection(at.secret, "agent")
             agent.receive(connection.recv(32, socket.MSG_WAITALL))
             connection.sendall(agent.greeting + agent.send(AgentHere(host, 0, again=True)))
             played[host] = connection, agent
@@ -531,27 +536,24 @@ def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_rest(t
         assert site.hosts == {"node1"}
 
 
-def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None:
+def test_the_words_of_an_agent_can_be_replayed_by_nobody(site: Site) -> None:
     """An agent's messages are worthless on another connection. The supervisor's random bytes are part of the keys."""
-    site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
     (peer,) = site.agents._peers.values()
-    overheard = AuthenticatedLink(peer.link._secret, "agent")
+    overheard = AuthenticatedConnection(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
     words = overheard.greeting + overheard.send(AgentHere("here", 0, again=False))
     with call(site) as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)
-    site.close()
 
 
-def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_stays(tmp_path: Path) -> None:
+def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_stays(site: Site) -> None:
     """Before, the late agent took the other's place. It ended for want of an inbox, and the ranks were lost."""
-    site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
-    late = AuthenticatedLink(site.endpoint.secret, "agent")
+    late = AuthenticatedConnection(site.endpoint.secret, "agent")
     with call(site) as connection:
         late.receive(connection.recv(32, socket.MSG_WAITALL))
         connection.sendall(late.greeting + late.send(AgentHere("here", 1, again=False)))
@@ -561,10 +563,6 @@ def test_an_agent_that_was_given_up_as_late_leaves_and_the_one_started_instead_s
     assert orders == [LeaveOrder()]
     assert site.agents.hosts == {"here"}
     assert not gone(site.agent)
-    site.close()
-
-
-# ------------------------------------------------------------------------------------------------ checks of the node
 
 
 def opened(site: Site, **environ: str) -> None:
@@ -575,8 +573,8 @@ def check(site: Site, command: Sequence[str]) -> None:
     site.agents.request({"here": CheckOrder(tuple(command))}, site.events)
 
 
-def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> None:
-    site, before = Site(tmp_path), time.time()
+def test_an_agent_has_its_node_checked_and_tells_its_clock(site: Site) -> None:
+    before = time.time()
     opened(site)
     check(site, ["sh", "-c", "echo $PPID is well"])
     answered = site.next()
@@ -585,15 +583,12 @@ def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> No
     assert isinstance(checked, CheckAnswered)
     assert (answered.host, checked.text) == ("here", f"{site.agent} is well\n")
     assert before < answered.asked < checked.began < checked.ended < answered.received
-    site.close()
 
 
-def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_checks_that_cannot_be_started_say_so(site: Site) -> None:
     opened(site)
     check(site, ["/no/such/program"])
     assert "/no/such/program" in site.next().message.text
-    site.close()
 
 
 def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
@@ -609,18 +604,15 @@ def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
     await_true(lambda: gone(int(note.read_text())))
 
 
-def test_checks_are_over_with_their_line_whatever_still_hangs(tmp_path: Path) -> None:
+def test_checks_are_over_with_their_line_whatever_still_hangs(site: Site) -> None:
     """A process with a thread that waits for a dead file server cannot end."""
-    site = Site(tmp_path)
     opened(site)
-    check(site, ["sh", "-c", "echo well; exec sleep 600"])
-    assert site.next().message.text == "well\n"
-    site.close()
+    check(site, ["sh", "-c", "echo a warning; echo '{}'; exec sleep 600"])
+    assert site.next().message.text == "a warning\n{}\n"
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path: Path, is_late: bool) -> None:
-    site = Site(tmp_path)
+def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(site: Site, is_late: bool) -> None:
     opened(site, PYTHONHOME="/nowhere")
     if is_late:
         await_true(lambda: bool(site.agents._missing))
@@ -629,12 +621,10 @@ def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path
     assert isinstance(silent, NodeSilent)
     assert (silent.host, silent.is_certain) == ("here", True)
     assert "exit code 1" in silent.why
-    site.close()
 
 
-def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp_path: Path) -> None:
+def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(site: Site, tmp_path: Path) -> None:
     note = tmp_path / "there"
-    site = Site(tmp_path)
     opened(site)
     check(site, ["sh", "-c", f"touch {note}; exec sleep 600"])
     await_true(note.exists)
@@ -642,12 +632,10 @@ def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp
     silent = site.next()  # by its connection, or by its process: which of the two is seen first is open
     assert re.match(r"its agent (has ended|ended with exit code -9: see .*agent-here\.log)$", silent.why)
     assert silent == NodeSilent("here", silent.why, is_certain=False)
-    site.close()
 
 
-def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None:
+def test_an_agent_names_the_addresses_that_do_not_answer(site: Site) -> None:
     """The kernel lets a connection wait while the listener's queue is full."""
-    site = Site(tmp_path)
     opened(site)
     check(site, ["echo", "here"])
     site.next()
@@ -657,16 +645,13 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        await_true(lambda: "127.0.0.9" in link.unanswered())
+        await_true(lambda: "127.0.0.9" in wire_protocol.unanswered())
         site.agents.ask_for_unanswered()
         told = site.next()
     assert told.host == "here"
     assert "127.0.0.9" in told.message.addresses
     assert site.agents.host_at("127.0.0.1") == "here"
-    site.close()
 
-
-# ---------------------------------------------------------------------------------------------------------- the reports
 
 REPORTS = """
 import os, time
@@ -696,9 +681,9 @@ def until(site: Site, kind: type[Any]) -> list[Any]:
     return happened
 
 
-def test_what_ranks_report_is_told_before_their_end(tmp_path: Path) -> None:
+def test_what_ranks_report_is_told_before_their_end(new_site: NewSite, tmp_path: Path) -> None:
     """All reports of rank 0 arrive even where ranks end at once. So do the first reports of the others."""
-    site = Site(tmp_path, ranks=3)
+    site = new_site(ranks=3)
     lines = """
 if rank == 0:
     report("in a step", 7, fields={"step": 7, "loss": 0.5})
@@ -717,12 +702,10 @@ elif rank == 1:
     first = [event for event in happened if isinstance(event, RanksReporting)]
     assert {rank for event in first for rank in event.ranks} == {0, 1}
     assert {(event.attempt, event.host) for event in first} == {(1, "here")}
-    site.close()
 
 
 @as_root
-def test_an_agent_whose_name_another_user_has_taken_has_another_one(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_an_agent_whose_name_another_user_has_taken_has_another_one(site: Site, tmp_path: Path) -> None:
     site.start("sleep 600")
     names = addresses(site.agents.reports_token)
     with contextlib.closing(Outbox(names[:1])) as outbox:
@@ -734,56 +717,50 @@ def test_an_agent_whose_name_another_user_has_taken_has_another_one(tmp_path: Pa
         site.start(reporting(tmp_path, 'report("in a step", 7)'))
         happened = until(site, AllRanksEnded)
     assert happened[-1] == AllRanksEnded(0), site.log(0)
-    site.close()
 
 
-def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path: Path) -> None:
-    site = Site(tmp_path, ranks=3)
+def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(new_site: NewSite, tmp_path: Path) -> None:
+    site = new_site(ranks=3)
     site.start(reporting(tmp_path, 'report("in a step", 7 + rank)\ntime.sleep(600)'))
 
-    def all_three() -> Digest | None:
+    def all_three() -> ProgressSummary | None:
         event = until(site, Progress)[-1]
         return event.digest if event.digest.ranks == 3 else None
 
     digest = wait_for(all_three, TIMEOUT_S, "the reports of all")
     assert (digest.attempt, digest.moves, digest.least, digest.most) == (1, 3, 7, 9)
-    site.close()
 
 
-def test_a_program_that_tells_what_ranks_do_gets_what_the_agent_knows_of_them(tmp_path: Path) -> None:
-    site = Site(tmp_path, ranks=2)
+def test_a_program_that_tells_what_ranks_do_gets_what_the_agent_knows_of_them(
+    new_site: NewSite, tmp_path: Path
+) -> None:
+    site = new_site(ranks=2)
     site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
     until(site, RanksReporting)
-    unknown = tuple(Standing(rank, None, None, 40.0, False) for rank in range(2))
-    order = StacksOrder(1, ("cat",), str(site.run.path), unknown)
+    unknown = tuple(RankProgress(rank, None, None, 40.0, False) for rank in range(2))
+    order = StacksOrder(1, ("sh", "-c", "printf [; cat; printf ]"), str(site.run.path), unknown)
     answer = site.agents.ask({"here": order}, TIMEOUT_S)["here"]
     assert isinstance(answer, StacksAnswered)
-    reported, has_not = StacksOrder.from_json(answer.groups).standings
+    reported, has_not = StacksOrder.from_json(answer.groups[0]).rank_progress
     assert (reported.phase, reported.step, has_not) == ("in a step", 7, unknown[1])
-    site.close()
 
 
-def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_an_agent_that_starts_at_this_moment_is_waited_for(site: Site) -> None:
     site.start("sleep 600")
     answers = site.agents.ask(dict.fromkeys(("here", "away"), ReportsOrder()), TIMEOUT_S)
     assert list(answers) == ["here"]
-    site.close()
 
 
-def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_an_agent_that_has_ended_is_not_waited_for(site: Site) -> None:
     site.start("sleep 600")
     await_true(lambda: bool(site.agents.hosts))
     os.kill(site.agent, signal.SIGSTOP)
     Timer(0.2, os.kill, (site.agent, signal.SIGKILL)).start()
     assert site.agents.ask(dict.fromkeys(("here", "away"), ReportsOrder()), 10 * TIMEOUT_S) == {}
-    site.close()
 
 
-def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervisor(tmp_path: Path) -> None:
+def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervisor(site: Site) -> None:
     """No other process would end these ranks."""
-    site = Site(tmp_path)
     site.start("sleep 600")
     await_true(lambda: bool(site.agents.hosts))
     outbox = Outbox(addresses(site.agents.reports_token))
@@ -800,29 +777,25 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
 
     await_true(is_refused)
     outbox.close()
-    site.close()
 
 
-def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_a_report_that_is_none_is_ignored(site: Site, tmp_path: Path) -> None:
     site.start(reporting(tmp_path, 'outbox.send(b"[" * 1000, 20.0)\nreport("in a step", 7)'))
     happened = until(site, AllRanksEnded)
     assert [event.step for event in happened if isinstance(event, RankReport)] == [7]
-    assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
-    site.close()
+    assert "an invalid report was ignored" in (site.run.logs / "agent-here.log").read_text()
 
 
 @pytest.fixture
 def agents_survive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let agents outlive the thread that started them, which here is the supervisor's."""
-    monkeypatch.setattr(children, "dying_with_us", lambda command, *_, **__: command)
+    monkeypatch.setattr(children, "with_death_signal", lambda command, *_, **__: command)
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_ranks_of_a_dead_supervisor_have_ended_before_the_agent_serves_the_next_one(tmp_path: Path) -> None:
-    site, note = Site(tmp_path), tmp_path / "pid"
-    site.start(f"echo $$ $TOOLKIT_STATE_MEMORY > {note}.new; mv {note}.new {note}; sleep 600")
-    await_true(note.exists)
+def test_ranks_of_a_dead_supervisor_have_ended_before_the_agent_serves_the_next_one(site: Site, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    start_sleeper(site, note, "$$ $TOOLKIT_STATE_MEMORY")
     pid, memory = note.read_text().split()
     agent = site.agent
     site.die()
@@ -833,15 +806,15 @@ def test_ranks_of_a_dead_supervisor_have_ended_before_the_agent_serves_the_next_
     assert site.next() == AllRanksEnded(0)  # nothing is heard of the first attempt
     assert note.read_text() == f"{memory}\n"  # the state of its ranks is where it was
     assert site.agent == agent
-    site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_an_agent_that_does_not_return_is_replaced(tmp_path: Path, change_limits: ChangeLimits) -> None:
+def test_an_agent_that_does_not_return_is_replaced(
+    new_site: NewSite, tmp_path: Path, change_limits: ChangeLimits
+) -> None:
     change_limits(agents_return_s=0.1)
-    site, note = Site(tmp_path), tmp_path / "pid"
-    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
-    await_true(note.exists)
+    site, note = new_site(), tmp_path / "pid"
+    start_sleeper(site, note)
     os.kill(site.agent, signal.SIGSTOP)
     site.die()
     site.begin()
@@ -849,7 +822,6 @@ def test_an_agent_that_does_not_return_is_replaced(tmp_path: Path, change_limits
     site.start("true")
     assert site.next() == AllRanksEnded(0)
     assert gone(int(note.read_text()))
-    site.close()
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
@@ -862,8 +834,7 @@ def test_an_agent_ends_when_no_other_supervisor_comes(
     command = [sys.executable, "-P", "-c", hasty]
     monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
     site, note = Site(tmp_path), tmp_path / "pid"
-    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
-    await_true(note.exists)
+    start_sleeper(site, note)
     if not is_guarded:
         site.endpoint.listening.close()
     site.die()

@@ -1,7 +1,5 @@
 """The size of an allocation from the batch script's variables (recorded on Slurm 22.05)."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.base.errors import RequestError
@@ -38,7 +36,7 @@ def test_gpus_are_each_nodes_own_and_this_nodes_where_slurm_does_not_say() -> No
     slurm.gpus = JobGpus({"node1": 4, "node2": 4, "node3": 2, "node4": 0}, ("scratch:10",))
     allocation = Allocation.slurm(environ, slurm)
     assert (allocation.gpus, allocation.gpus_per_node) == ((4, 4, 2, 0), 4)
-    assert allocation.steps(allocation.hosts) == [["node1", "node2"], ["node3"], ["node4"]]
+    assert allocation.step_groups(allocation.hosts) == [["node1", "node2"], ["node3"], ["node4"]]
     assert allocation.gres(["node1", "node2"]) == "gpu:4,scratch:10"
     assert allocation.gres(["node1", "node3"]) == "gpu:2,scratch:10"
     assert allocation.gres(["node4"]) == "scratch:10"
@@ -53,7 +51,7 @@ def test_nodes_with_other_types_of_gpus_are_a_step_of_their_own() -> None:
     types = {"node1": "gpu:a:2,gpu:b:2", "node2": "gpu:a:2,gpu:b:2", "node3": "gpu:a:4", "node4": "gpu:b:1"}
     slurm.gpus = JobGpus({"node1": 4, "node2": 4, "node3": 4, "node4": 1}, types_of_host=types)
     allocation = Allocation.slurm(environ, slurm)
-    groups = allocation.steps(allocation.hosts)
+    groups = allocation.step_groups(allocation.hosts)
     assert [(group, allocation.gres(group)) for group in groups] == [
         (["node1", "node2"], "gpu:a:2,gpu:b:2"),
         (["node3"], "gpu:a:4"),
@@ -128,7 +126,7 @@ def test_ranks_fill_one_component_after_the_other_and_each_has_its_own_steps() -
     assert (job.job_id, job.cpus_per_task, job.components) == ("1", 1, (0, 1, 1))
     assert job.ranks_of == {"node1": range(2), "node2": range(2, 3), "node3": range(3, 4)}
     assert job.cpus_of == {"node1": 2, "node2": 1, "node3": 1}
-    assert job.steps(["node3", "node1", "node2"]) == [["node3", "node2"], ["node1"]]
+    assert job.step_groups(["node3", "node1", "node2"]) == [["node3", "node2"], ["node1"]]
     assert [job.step_options([host]) for host in ("node1", "node3")] == [["--het-group=0"], ["--het-group=1"]]
     assert Allocation.slurm(BATCH).step_options(["node1"]) == []
     assert job.on(["node3", "node1"]).components == (1, 0)
@@ -152,15 +150,15 @@ def test_the_config_of_a_run_keeps_the_components_for_a_resume() -> None:
     first = {"partition": "fast", "nodes": 1, "tasks_per_node": 2, "cpus_per_task": 2, "gpus_per_node": 0}
     assert job.as_asked([]) == [first, {"partition": "slow", "nodes": 2, **size}]
     asked = [{}, {"partition": "slow,slower", "mem_gb": 4, "nodes": 9}]
-    assert job.without(1).as_asked(asked)[1] == {"partition": "slow,slower", "mem_gb": 4, "nodes": 1, **size}
+    assert job.without_spares(1).as_asked(asked)[1] == {"partition": "slow,slower", "mem_gb": 4, "nodes": 1, **size}
     assert Allocation.slurm(BATCH).as_asked([{}, {}]) == []
 
 
 def test_spares_are_of_the_commonest_kind_or_refused() -> None:
     job = Allocation.slurm(HET)
-    assert job.without(1).hosts == ("node1", "node2")
+    assert job.without_spares(1).hosts == ("node1", "node2")
     with pytest.raises(RequestError, match=r"cluster\.spare_nodes: 2 .* 2,1,1 tasks"):
-        job.without(2)
+        job.without_spares(2)
 
 
 def test_several_nodes_without_slurm_are_refused() -> None:

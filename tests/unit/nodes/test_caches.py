@@ -1,7 +1,5 @@
 """Compiled kernels are kept on the node where the home is shared by all nodes."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from importlib import metadata
@@ -18,7 +16,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name in ("shared-home", "shared-temp", "disk"):
         (tmp_path / name).mkdir(mode=0o700)
     monkeypatch.setattr(this_node, "file_system", lambda path: "nfs4" if path.name.startswith("shared-") else "ext4")
-    monkeypatch.setattr(this_node, "own_folders", lambda stage_dir, environ: [tmp_path / "disk"])
+    monkeypatch.setattr(this_node, "staging_folders", lambda stage_dir, environ: [tmp_path / "disk"])
     return {"HOME": str(tmp_path / "shared-home"), "TMPDIR": str(tmp_path / "disk")}
 
 

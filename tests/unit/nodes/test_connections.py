@@ -1,10 +1,8 @@
 """Which connections wait for an answer, by the kernel's tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from toolkit.nodes.agent import link
+from toolkit.nodes.agent import wire_protocol
 
 
 def test_only_connections_that_the_kernel_has_tried_again_are_unanswered(tmp_path: Path) -> None:
@@ -15,8 +13,8 @@ def test_only_connections_that_the_kernel_has_tried_again_are_unanswered(tmp_pat
     (tmp_path / "tcp").write_text(head + "".join(row.format(number, *fields) for number, fields in enumerate(rows)))
     waiting = row.format(1, "B80D0120000000000000000001000000", "02", "00000001")
     (tmp_path / "tcp6").write_text(head + waiting)
-    assert link.unanswered(tmp_path) == {"10.0.77.13", "2001:db8::1"}
+    assert wire_protocol.unanswered(tmp_path) == {"10.0.77.13", "2001:db8::1"}
 
 
 def test_without_the_kernels_tables_there_are_none(tmp_path: Path) -> None:
-    assert link.unanswered(tmp_path) == set()
+    assert wire_protocol.unanswered(tmp_path) == set()

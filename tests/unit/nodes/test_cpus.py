@@ -1,7 +1,5 @@
 """Which CPUs the tasks of a node get."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A foreign script as a rank. The process it becomes, its environment, and how its failure is reported."""
-
-from __future__ import annotations
+"""A user script as a rank. The process it becomes, its environment, and how its failure is reported."""
 
 import os
 import subprocess
@@ -19,7 +17,7 @@ from toolkit.base.errors import RequestError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
 from toolkit.files.rundir import RANK_VARIABLE, RunDir
-from toolkit.nodes.start import foreign
+from toolkit.nodes.start import user_script
 from toolkit.run.attempt.error_files import read_error_file
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def write_command(run: RunDir, words: list[str]) -> None:
-    fsio.write_atomic(run.config, configs.dump_config(JobConfig(job=configs.FOREIGN_JOB, argv=words)))
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig(job=configs.SCRIPT_JOB, argv=words)))
 
 
 def environment(run: RunDir) -> dict[str, str]:
@@ -100,7 +98,7 @@ def became(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Became:
 
 
 def rank(run: RunDir, environ: dict[str, str], folder: Path) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-P", "-m", "toolkit.nodes.start.foreign", str(run.config)]
+    argv = [sys.executable, "-P", "-m", "toolkit.nodes.start.user_script", str(run.config)]
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
 
@@ -151,7 +149,7 @@ def test_the_command_imports_from_its_own_folder_and_not_from_ours(became: Becam
 def test_an_import_path_that_was_ours_alone_is_gone(run: RunDir, paths: str) -> None:
     """An empty path would put the current folder on the import path."""
     environ = {"PYTHONPATH": paths.format(code=run.code), "HOME": "/h"}
-    assert foreign.without_snapshot(environ, run.code) == {"HOME": "/h"}
+    assert user_script.restore_import_path(environ, run.code) == {"HOME": "/h"}
 
 
 def test_a_command_that_is_not_there_is_one_line_that_names_it_and_the_host(run: RunDir, tmp_path: Path) -> None:
@@ -167,16 +165,13 @@ def test_a_run_that_has_no_command_says_where_it_should_come_from(tmp_path: Path
     run = rundir.create("none", tmp_path)
     write_command(run, [])
     with pytest.raises(RequestError, match=r"config\.yaml: argv: is missing: .* `toolkit exec`"):
-        foreign.read_command(run)
+        user_script.read_command(run)
 
 
 def test_words_that_look_like_numbers_stay_words(tmp_path: Path) -> None:
     run = rundir.create("words", tmp_path)
     write_command(run, ["seq", "010", "ü", ""])
-    assert foreign.read_command(run) == ["seq", "010", "ü", ""]
-
-
-# ------------------------------------------------------------------------------------------------------ error files
+    assert user_script.read_command(run) == ["seq", "010", "ü", ""]
 
 
 def test_what_torchs_own_handler_writes_about_a_failure_is_read(
@@ -222,7 +217,7 @@ def test_an_error_file_that_was_never_finished_is_a_failure_without_words(tmp_pa
 
 
 def test_a_damaged_config_ends_a_rank_with_one_line_and_its_report(run: RunDir, tmp_path: Path) -> None:
-    fsio.write_atomic(run.config, f"job: {configs.FOREIGN_JOB}\n")
+    fsio.write_atomic(run.config, f"job: {configs.SCRIPT_JOB}\n")
     with rank(run, environment(run), tmp_path) as process:
         _, err = process.communicate(timeout=PATIENCE * 60)
     assert err.count("\n") == 1

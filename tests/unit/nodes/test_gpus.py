@@ -1,7 +1,5 @@
 """Which CPUs are near which GPU. Each task gets the CPUs near its own GPU."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess
@@ -179,18 +177,19 @@ def test_without_a_gpu_the_program_prints_nothing() -> None:
     ("program", "expected"),
     [
         ("print('[[0, 2], [1, 3]]')", [[0, 2], [1, 3]]),
+        ("print('a driver says hello'); print('[[0, 2], [1, 3]]')", [[0, 2], [1, 3]]),
         ("", []),
         ("print('[[0, 2], [1,')", []),
         ("print('{\"0\": [1]}')", []),
         ("print('[[0, -2]]')", []),
         ("print('[' * 100000)", []),
     ],
-    ids=["whole", "nothing", "cut off", "an object", "no CPU", "deep"],
+    ids=["whole", "behind other output", "nothing", "cut off", "an object", "no CPU", "deep"],
 )
 def test_the_agent_hears_what_the_program_prints(program: str, expected: list[list[int]]) -> None:
     played: Any = None
     agent = node.Agent(played, b"", ("here", 1), played, None)
-    agent._helpers.ask((sys.executable, "-I", "-S", "-c", program), agent._processes.take_gpus)
+    agent._helpers.ask((sys.executable, "-I", "-S", "-c", program), agent._processes.set_near_cpus)
     end = time.monotonic() + 30
     while agent._selector.get_map() and time.monotonic() < end:
         for key, _ in agent._selector.select(1):

@@ -1,7 +1,5 @@
 """Nodes on which torch cannot be imported."""
 
-from __future__ import annotations
-
 import threading
 import time
 from queue import SimpleQueue
@@ -12,9 +10,9 @@ import pytest
 
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import RankFailure
-from toolkit.run.supervise.conclusion import note_lack_of_torch
-from toolkit.run.supervise.context import Context
+from toolkit.run.attempt.verdict import RankFailure
+from toolkit.run.supervise.conclude import note_lack_of_torch
+from toolkit.run.supervise.supervisor_components import Context
 
 
 def at_launch(has_torch: dict[str, bool], heard: dict[int, str], *, event: object = None) -> list[bool]:

@@ -1,14 +1,12 @@
 """The messages between supervisor and agents, as bytes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from toolkit.files.records import Misfit
+from toolkit.files.records import SchemaError
 from toolkit.nodes.agent import messages
-from toolkit.nodes.agent.reports import Digest, Standing
+from toolkit.nodes.agent.reports import ProgressSummary, RankProgress
 
 #: A variable, or a path, of a user whose bytes are not UTF-8.
 ODD = b"caf\xe9".decode(errors="surrogateescape")
@@ -21,13 +19,13 @@ ODD = b"caf\xe9".decode(errors="surrogateescape")
         messages.AgentHere("node1", 3, again=True),
         messages.CheckOrder(("true",), request=7),
         messages.CheckAnswered(7, "well\n", 1.0, 2.5),
-        messages.NodeAlive(Digest(1, 8, 0, 12, None, 7), {"since": 1.5, "gpus": []}),
+        messages.NodeAlive(ProgressSummary(1, 8, 0, 12, None, 7), {"since": 1.5, "gpus": []}),
         messages.NodeAlive(),
         messages.StacksOrder(
-            1, ("cat",), "/run", (Standing(0, None, None, 1.0, is_silent=False),), outside=True, request=1
+            1, ("cat",), "/run", (RankProgress(0, None, None, 1.0, is_silent=False),), outside=True, request=1
         ),
         messages.StartOrder(
-            1, None, ("sh",), {"A": ODD}, ("B",), (messages.OrderedProcess(None, {}, ODD),), 2, 1, gets_signals=True
+            1, None, ("sh",), {"A": ODD}, ("B",), (messages.ProcessSpec(None, {}, ODD),), 2, 1, gets_signals=True
         ),
         messages.ProcessEnded(1, 0, -9, out_of_memory=False, time=1.0),
     ],
@@ -41,10 +39,10 @@ def test_a_message_arrives_as_it_was_sent(message: messages.Message) -> None:
     "content", [b"", b"[]", b"{}", b'["Heartbeat"]', b'["NoMessage", {}]', b'["Message", {}]', b"\xff"]
 )
 def test_what_is_no_message_is_refused(content: bytes) -> None:
-    with pytest.raises(Misfit, match="is not a message"):
+    with pytest.raises(SchemaError, match="is not a message"):
         messages.decoded(content)
 
 
 def test_a_message_with_a_wrong_field_is_refused_with_its_key() -> None:
-    with pytest.raises(Misfit, match=r"^code: "):
+    with pytest.raises(SchemaError, match=r"^code: "):
         messages.decoded(json.dumps(["ProcessEnded", {"attempt": 1, "rank": 0, "code": "x"}]).encode())

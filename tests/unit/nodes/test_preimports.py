@@ -1,7 +1,5 @@
 """Which modules a zygote may import, and which are left to the ranks. Each case is a process of its own."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -28,7 +26,7 @@ LEARN = """
 import sys, threading
 from pathlib import Path
 from toolkit.nodes.agent import preimports
-print(*preimports.learn(Path(sys.argv[1]), {"RANK", "LOCAL_RANK"}))
+print(*preimports.import_recorded(Path(sys.argv[1]), {"RANK", "LOCAL_RANK"}))
 print("calm" in sys.modules, "reads_rank" in sys.modules, threading.active_count())
 """
 
@@ -78,10 +76,10 @@ NOTE = """
 import sys
 from pathlib import Path
 from toolkit.nodes.agent import preimports
-preimports.note(Path(sys.argv[1]))
+preimports.record_imports(Path(sys.argv[1]))
 preimports.inherited = frozenset(sys.modules)
 import calm
-preimports.note(Path(sys.argv[1]))
+preimports.record_imports(Path(sys.argv[1]))
 """
 
 
@@ -122,11 +120,11 @@ gpus = 1
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: (real(), gpus > 0)[1]  # CUDA itself is asked; what it answers is not real
 torch.cuda.device_count = lambda: gpus
-print(preimports.has_gpu())
+print(preimports.fork_breaks_gpu())
 torch.cuda.is_available()  # asks CUDA for the number of devices
-print(preimports.has_gpu(), torch.cuda.is_initialized())
+print(preimports.fork_breaks_gpu(), torch.cuda.is_initialized())
 gpus = 0
-print(preimports.has_gpu())
+print(preimports.fork_breaks_gpu())
 """
 
 

@@ -1,9 +1,8 @@
 """The processes that an agent starts on its node."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
+import gc
 import os
 import selectors
 import signal
@@ -15,14 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.process_limits import ChangeLimits
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 from toolkit.nodes.agent import processes as agent_processes
 from toolkit.nodes.agent import zygote as agent_zygote
-from toolkit.nodes.agent.messages import Message, OrderedProcess, ProcessEnded, ProcessNotStarted, StartOrder
+from toolkit.nodes.agent.helpers import Helpers
+from toolkit.nodes.agent.messages import Message, ProcessEnded, ProcessNotStarted, ProcessSpec, StartOrder
 from toolkit.nodes.agent.processes import Processes, ZygoteClient
+from toolkit.nodes.start.launcher import port_in
 
 
-def order(attempt: int, process: OrderedProcess, module: tuple[str, ...] | None = None) -> StartOrder:
+def order(attempt: int, process: ProcessSpec, module: tuple[str, ...] | None = None) -> StartOrder:
     """Return the order to start a process that ends at once."""
     return StartOrder(attempt, module, ("true",), {}, (), (process,), None, 1, gets_signals=False)
 
@@ -42,11 +43,24 @@ def test_a_store_without_pipes_is_reported_and_the_agent_goes_on(
         return made[0], made[1]
 
     monkeypatch.setattr(os, "pipe", only_one)
-    processes.start(order(3, OrderedProcess(None, {}, str(tmp_path / "logs/store.log"))))
+    processes.start(order(3, ProcessSpec(None, {}, str(tmp_path / "logs/store.log"))))
     assert sent == [ProcessNotStarted(3, None, "[Errno 24] Too many open files")]
     for file in made:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(file)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_waits_to_be_started_is_ended_by_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    sent: list[Message] = []
+    processes = Processes(selectors.DefaultSelector(), sent.append, None)
+    processes.defer_starts(600)
+    processes.start(order(3, ProcessSpec(1, {}, str(tmp_path / "logs/rank-1.log"))))
+    processes.signal(3, number)
+    processes.use_copies({})  # the wait is over
+    (ended,) = sent
+    assert isinstance(ended, ProcessEnded)
+    assert (ended.attempt, ended.rank, ended.code) == (3, 1, -number)
 
 
 def test_what_a_rank_left_as_another_user_does_not_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +82,7 @@ def test_a_zygote_that_cannot_fork_leaves_no_pipe_open(monkeypatch: pytest.Monke
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refuse)
+    gc.collect()  # what other tests have left open must not be closed in between
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(OSError, match="temporarily unavailable"):
         agent_zygote._fork()
@@ -107,7 +122,7 @@ class Node:
 
     def start(self, attempt: int) -> None:
         """Order a rank that a zygote is to fork."""
-        self.processes.start(order(attempt, OrderedProcess(0, {}, self._log), ("true",)))
+        self.processes.start(order(attempt, ProcessSpec(0, {}, self._log), ("true",)))
 
     def close(self) -> None:
         self.processes.end_all()
@@ -155,16 +170,46 @@ def test_a_zygote_that_is_stopped_while_it_imports_holds_up_no_rank(
     change_limits(zygote_answers_s=0.0)
     node = Node(tmp_path, monkeypatch, is_ready=False)
     node.start(1)
-    node.processes.look_at_the_clock()
+    node.processes.check_timers()
     (zygote,) = node.zygotes
     assert zygote._process.poll() is None  # it still imports
     os.kill(zygote.pid, signal.SIGSTOP)
 
     def look() -> bool:
-        node.processes.look_at_the_clock()
+        node.processes.check_timers()
         return zygote._process.poll() is not None
 
     wait_for(look, 20, "the end of the zygote")
     node.serve()
     node.await_rank(1)
     node.close()
+
+
+def test_the_agent_does_not_wait_for_a_helper_that_reads_nothing() -> None:
+    """A pipe takes 64 KiB: the agent stopped, and its supervisor gave it up with all its ranks."""
+    helpers = Helpers(selectors.DefaultSelector())
+    pid = helpers.start(["sleep", "600"], given=b"x" * (1 << 20))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_helper_is_given_all_of_a_long_text_and_may_print_before_its_answer() -> None:
+    selector, answers = selectors.DefaultSelector(), list[bytes]()
+    program = "import sys, time; print('hello', flush=True); text = sys.stdin.read(); print({'read': len(text)})"
+    program += "; sys.stdout.flush(); time.sleep(600)"
+    helpers = Helpers(selector)
+    helpers.ask([sys.executable, "-c", program], answers.append, b"x" * (1 << 20), awaits_end=False)
+    while selector.get_map():
+        for key, _ in selector.select(PATIENCE):
+            key.data()
+    assert answers == [b"hello\n{'read': 1048576}\n"]
+    for pid in helpers.pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("line", ["hello", "{}", "3", '{"port": "80"}', '{"port": 1e999}', '{"port": 0}', "[" * 10**5])
+def test_what_a_library_prints_in_the_store_host_is_no_port(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert port_in(f"{line}\n") is None
+    assert f"the store host says: {line[:100]}" in caplog.text
+    assert port_in('{"port": 4711}\n') == 4711

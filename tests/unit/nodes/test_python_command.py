@@ -1,7 +1,5 @@
 """Which commands the ranks' own interpreter runs in a fork. Which sources gain by that."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -25,7 +23,6 @@ BIN = Path(sys.executable).parent
 )
 def test_a_script_or_module_of_our_interpreter_is_known(words: list[str], wanted: tuple[object, ...]) -> None:
     python = parse(words, f"{BIN}:/usr/bin")
-    assert python is not None
     assert python[1:] == wanted
     assert python.executable == str(BIN / Path(words[0]).name)
 

@@ -1,7 +1,5 @@
 """The socket between ranks and agent: what comes through, and which connections are refused."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import select
@@ -139,7 +137,6 @@ while True:
 def another_user(what: str, names: list[str]) -> Iterator[None]:
     argv = [sys.executable, "-c", STRANGER, what, *(name.removeprefix("\0") for name in names)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         try:
             assert process.stdout.readline() == b"ready\n"
             yield
@@ -185,7 +182,6 @@ def test_another_user_who_connects_without_end_keeps_no_rank_away(inbox: Inbox, 
 def test_an_earlier_agent_that_is_stopped_is_killed(names: list[str]) -> None:
     code = f"from toolkit.nodes.agent.reports import Inbox; Inbox({names!r}); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as earlier:
-        assert earlier.stdout is not None
         earlier.stdout.readline()
         earlier.send_signal(signal.SIGSTOP)
         with closing(Inbox(names)) as inbox, closing(Outbox(names)) as outbox:

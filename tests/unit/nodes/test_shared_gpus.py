@@ -1,7 +1,5 @@
 """Ranks that share a GPU: each sees its own alone, and has CPUs near it."""
 
-from __future__ import annotations
-
 import os
 import selectors
 from pathlib import Path
@@ -10,8 +8,8 @@ import pytest
 
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, load_config, validate
-from toolkit.devices.kinds import one_visible
-from toolkit.nodes.agent.messages import OrderedProcess, StartOrder
+from toolkit.devices.kinds import single_gpu_variables
+from toolkit.nodes.agent.messages import ProcessSpec, StartOrder
 from toolkit.nodes.agent.processes import Processes
 from toolkit.nodes.agent.zygote import ForkOrder
 from toolkit.nodes.allocation import Allocation
@@ -34,7 +32,7 @@ def test_neighbouring_ranks_of_a_node_share_a_gpu_and_have_cpus_near_it(
     monkeypatch.setenv(CUDA, "2,5")
     node = Processes(selectors.DefaultSelector(), lambda message: None, None)
     node.near_gpus = [[4, 5, 6, 7], [0, 1, 2, 3]]
-    ranks = tuple(OrderedProcess(rank, {}, str(tmp_path / f"{rank}.log")) for rank in range(4))
+    ranks = tuple(ProcessSpec(rank, {}, str(tmp_path / f"{rank}.log")) for rank in range(4))
     order = StartOrder(1, None, ("true",), {}, (), ranks, cpus_per_task=2, tasks_per_gpu=2, gets_signals=False)
     node.start(order)
     assert [one["environ"][CUDA] for one in started] == ["2", "2", "5", "5"]
@@ -60,7 +58,7 @@ def test_neighbouring_ranks_of_a_node_share_a_gpu_and_have_cpus_near_it(
     ],
 )
 def test_the_one_gpu_is_named_as_the_node_names_it(shown: dict[str, str], expected: dict[str, str]) -> None:
-    assert one_visible({"PATH": "/bin", **shown}, 1) == expected
+    assert single_gpu_variables({"PATH": "/bin", **shown}, 1) == expected
 
 
 def test_a_config_says_how_many_ranks_share_a_gpu() -> None:

@@ -1,7 +1,5 @@
 """srun's lines, and processes that do not outlive their parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -22,7 +20,7 @@ from toolkit.files import rundir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agent_starters import SrunAgents
 from toolkit.nodes.start.agents import Endpoint
-from toolkit.nodes.start.children import dying_with_us
+from toolkit.nodes.start.children import with_death_signal
 from toolkit.nodes.start.launcher import LaunchFailed, NodeFailed, RanksExited
 from toolkit.nodes.start.srun import Srun, parse_srun_line
 from toolkit.slurm.srun_commands import SrunStep
@@ -267,13 +265,12 @@ def test_a_bound_process_dies_with_its_parent_however_that_dies(tmp_path: Path) 
     """The parent starts a sleeper that is bound to it, and prints its pid. Then the parent is killed with SIGKILL."""
     code = (
         "import subprocess, signal, time\n"
-        "from toolkit.nodes.start.children import dying_with_us\n"
-        "child = subprocess.Popen(dying_with_us(['sleep', '600'], signal.SIGKILL), start_new_session=True)\n"
+        "from toolkit.nodes.start.children import with_death_signal\n"
+        "child = subprocess.Popen(with_death_signal(['sleep', '600'], signal.SIGKILL), start_new_session=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = int(parent.stdout.readline())
         # it calls prctl before it becomes `sleep`: until then it would notice by itself
         await_true(lambda: b"sleep" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0])
@@ -282,13 +279,13 @@ def test_a_bound_process_dies_with_its_parent_however_that_dies(tmp_path: Path) 
 
 
 def test_a_bound_process_whose_parent_is_already_dead_starts_nothing() -> None:
-    command = dying_with_us(["true"], signal.SIGKILL)
+    command = with_death_signal(["true"], signal.SIGKILL)
     command[4] = "1"  # the pid that was our parent's
     assert subprocess.run(command).returncode == 1
 
 
 def test_a_process_that_ignores_signals_survives_what_slurm_sends_to_all() -> None:
-    with subprocess.Popen(dying_with_us(["sleep", "600"], signal.SIGKILL, ignore_signals=True)) as child:
+    with subprocess.Popen(with_death_signal(["sleep", "600"], signal.SIGKILL, ignore_signals=True)) as child:
         await_true(lambda: b"sleep" in Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[0])
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
             child.send_signal(number)
@@ -297,5 +294,5 @@ def test_a_process_that_ignores_signals_survives_what_slurm_sends_to_all() -> No
 
 
 def test_a_command_that_is_not_there_is_named() -> None:
-    done = subprocess.run(dying_with_us(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
+    done = subprocess.run(with_death_signal(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
     assert "no-such-program: cannot be started" in done.stderr

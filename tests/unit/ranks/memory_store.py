@@ -1,7 +1,5 @@
 """The store over which the gates of one process agree, without torch's."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def set(self, values: Mapping[str, str]) -> None:
-        """Write all values. See :class:`~toolkit.ranks.stop.Transport` for this and the other methods."""
+        """Write all values. See :class:`~toolkit.ranks.agreement.Transport` for this and the other methods."""
         with self._lock:
             self._put(values)
 

@@ -5,8 +5,6 @@ ahead of the device, which ranks are slow, where evaluations fall, and what is r
 the threads does not.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -18,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.unit.ranks.memory_store import MemoryStore
-from toolkit.ranks.stop import STOP, Gate, Hang, propose
+from toolkit.ranks.agreement import STOP, Gate, StalledRequest, propose
 
 Where = Literal["before", "step", "evaluation", "end", "outside"]
 ENDLESS = 1_000_000
@@ -155,7 +153,7 @@ class Rank:
     def _connect(self) -> Any:
         return Slow(self._store, self._delay_s, self._rng) if self._delay_s else self._store
 
-    def _hung(self, hang: Hang) -> None:
+    def _hung(self, hang: StalledRequest) -> None:
         self.story.error = str(hang)
 
     def _train(self) -> None:

@@ -1,7 +1,5 @@
 """Nested data: mapped, stacked and cut as torch's own functions do where these can."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,7 +85,7 @@ def test_a_batch_is_cut_at_every_depth_and_its_texts_with_it() -> None:
     assert second["text"].name == ["s1", "s2"]
     assert torch.equal(torch.cat([first["more"][1][0], second["more"][1][0]]), batch_of(3)["more"][1][0])
     assert [*second["more"][0]] == [1, 2]
-    twice = nested.twice(second.data)
+    twice = nested.repeat_samples(second.data)
     assert twice["text"].name == ["s1", "s2", "s1", "s2"]
     assert torch.equal(twice["text"].ids, second["text"].ids.repeat(2, 1))
 

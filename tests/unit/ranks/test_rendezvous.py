@@ -1,7 +1,5 @@
 """A store that rank 0 hosts is reached on the address of its ranks only."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -93,9 +91,6 @@ def test_no_rank_follows_into_a_folder_that_a_stranger_may_have_named(
     assert session._agree_on_run_dir(kv, 1) == tmp_path
 
 
-# ------------------------------------------------------------------------------------------------------------- devices
-
-
 @pytest.fixture
 def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
@@ -117,7 +112,7 @@ def on_ranks(store: TCPStore, count: int, call: Callable[[Store, int], Any]) -> 
 def test_gpus_that_torch_does_not_see_are_missed_on_all_ranks(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    said = on_ranks(store, 2, lambda store, rank: device.agree(store, rank, 2, "gloo", gpus=4))
+    said = on_ranks(store, 2, lambda store, rank: device.agree_on_backend(store, rank, 2, "gloo", gpus=4))
     assert said[0] == said[1]
     for words in (
         "cluster.gpus_per_node asks for 4 GPUs",
@@ -132,8 +127,8 @@ def test_gpus_that_torch_does_not_see_are_missed_on_all_ranks(store: TCPStore, m
 def test_a_rank_alone_is_refused_as_well(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "count", lambda: 0)
     with pytest.raises(ConfigError, match=r"dist\.backend: nccl needs GPUs, and torch .* sees none"):
-        device.agree(store, 0, 1, "nccl", gpus=0)
-    device.agree(store, 0, 1, "gloo", gpus=0)
+        device.agree_on_backend(store, 0, 1, "nccl", gpus=0)
+    device.agree_on_backend(store, 0, 1, "gloo", gpus=0)
 
 
 def test_one_node_without_gpus_is_named_on_all_ranks_before_a_group_opens(
@@ -141,7 +136,7 @@ def test_one_node_without_gpus_is_named_on_all_ranks_before_a_group_opens(
 ) -> None:
     monkeypatch.setattr(accelerator, "count", lambda: 1)
     backends = ["nccl", "nccl", "gloo", "nccl"]
-    said = on_ranks(store, 4, lambda store, rank: device.agree(store, rank, 4, backends[rank], gpus=1))
+    said = on_ranks(store, 4, lambda store, rank: device.agree_on_backend(store, rank, 4, backends[rank], gpus=1))
     assert len({*said}) == 1
     assert said[0].startswith("rank 2 on ")
     assert "would use gloo" in said[0]
@@ -159,7 +154,7 @@ def test_two_kinds_of_devices_meet_over_gloo_alone(
 
     def agree(store: Store, rank: int) -> None:
         own.kind = ROCM if rank == 1 else CUDA
-        device.agree(store, rank, 3, backend, gpus=1)
+        device.agree_on_backend(store, rank, 3, backend, gpus=1)
 
     said = on_ranks(store, 3, agree)
     if not is_refused:
@@ -173,7 +168,7 @@ def test_two_kinds_of_devices_meet_over_gloo_alone(
 
 
 def test_ranks_of_one_kind_agree(store: TCPStore) -> None:
-    assert on_ranks(store, 3, lambda store, rank: device.agree(store, rank, 3, "gloo", gpus=0)) == [None] * 3
+    assert on_ranks(store, 3, lambda store, rank: device.agree_on_backend(store, rank, 3, "gloo", gpus=0)) == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -189,7 +184,7 @@ def test_ranks_share_out_the_gpus_that_slurm_lets_them_see(
     store: TCPStore, visible: list[str], chosen: list[int]
 ) -> None:
     def choose(store: Store, rank: int) -> int:
-        return device.turn(store, rank, 4, list(visible[rank]))
+        return device.choose_gpu_index(store, rank, 4, list(visible[rank]))
 
     assert on_ranks(store, 4, choose) == chosen
 

@@ -1,7 +1,6 @@
 """A rank's reports, the loss of its agent, and the requests to the store's host."""
 
-from __future__ import annotations
-
+import errno
 import io
 import json
 import logging
@@ -23,17 +22,16 @@ from toolkit import hang
 from toolkit import hang as activity_words
 from toolkit.base.errors import EXIT_FAILED
 from toolkit.base.process_limits import limits
-from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.hang import Activity, Watchdog
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.reports import MAX_BYTES, AgentGoneError, Inbox, NodeProgress, Outbox, RankReport
 from toolkit.ranks import report, store_host
-from toolkit.ranks.report import AgentReporter, EarlyWork, FileReporter, Reporter, family_cpu_s
-from toolkit.ranks.stop import PREFIX, STOP, propose
-from toolkit.ranks.stop.rounds import Round
-from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
+from toolkit.ranks.agreement import PREFIX, STOP, propose
+from toolkit.ranks.agreement.rounds import Round
+from toolkit.ranks.agreement.torch_store import StoreTransport, in_pieces
+from toolkit.ranks.report import AgentReporter, FileReporter, Reporter, StartupActivity, family_cpu_s
 
 TIMEOUT_S = 20
 
@@ -102,6 +100,22 @@ def test_a_report_says_what_the_rank_does_and_one_that_stands_still_keeps_report
     expected = RankReport(2, 1, "waiting for data", 7, 1)
     wait_for(lambda: agent.reports.count(expected) > 2, TIMEOUT_S, "several reports")
     reporter.close()
+
+
+def test_a_report_that_fails_is_logged_and_the_next_one_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """Before, the thread ended in silence, and the rank counted as stopped."""
+    agent, failures = Agent(), [OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS)), TypeError("no JSON")]
+
+    class FailsTwice(Agent):
+        def send(self, message: bytes, wait_s: float = 0.0) -> bool:
+            if failures:
+                raise failures.pop()
+            return agent.send(message, wait_s)
+
+    reporter = reporter_to(FailsTwice(), 1)
+    wait_for(lambda: agent.reports, TIMEOUT_S, "a report")
+    reporter.close()
+    assert "a report of this rank has failed: TypeError('no JSON')" in caplog.text
 
 
 @pytest.mark.usefixtures("silent")
@@ -211,14 +225,6 @@ def test_ranks_whose_progress_is_told_once_a_second_report_once_a_second() -> No
         reporter.close()
 
 
-# ----------------------------------------------------------------------------------------------- without a supervisor
-
-
-@pytest.fixture
-def run() -> RunDir:
-    return rundir.create("alone")
-
-
 def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_end(run: RunDir) -> None:
     run.write_result(RunResult.from_json({"state": "failed"}))
     reporter = FileReporter(run, RunStatus(supervised=False, pid=7))
@@ -236,23 +242,18 @@ def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_e
     assert (run.status().state, run.status().progress.step) == ("completed", 5)
 
 
-def test_an_unsupervised_run_that_ends_without_a_result_has_failed(run: RunDir) -> None:
+@pytest.mark.parametrize(("phase", "state"), [({}, "failed"), ({"phase": "stopped"}, "stopped")])
+def test_an_unsupervised_run_without_a_result_has_failed_or_was_stopped(
+    run: RunDir, phase: dict[str, str], state: str
+) -> None:
     reporter = FileReporter(run, RunStatus())
-    reporter.progress(step=5)
+    reporter.progress(step=5, **phase)
     reporter.close()
-    assert (run.status().state, run.status().progress.step) == ("failed", 5)
+    assert (run.status().state, run.status().progress.step) == (state, 5)
     assert run.result() is None
 
 
-def test_an_unsupervised_run_that_has_saved_as_it_was_asked_to_is_stopped(run: RunDir) -> None:
-    reporter = FileReporter(run, RunStatus())
-    reporter.progress(step=5, phase="stopped")
-    reporter.close()
-    assert run.status().state == "stopped"
-
-
-def test_an_unsupervised_rank_ends_when_another_process_has_its_run() -> None:
-    run = rundir.create("alone")
+def test_an_unsupervised_rank_ends_when_another_process_has_its_run(run: RunDir) -> None:
     code = (
         "import sys, threading, pathlib\n"
         "from toolkit.ranks.report import FileReporter\n"
@@ -299,8 +300,6 @@ def test_the_other_ranks_of_an_unsupervised_run_write_nothing(run: RunDir) -> No
     reporter.close()
     assert sorted(run.path.rglob("*")) == before
 
-
-# ------------------------------------------------------------------------------------------------------ the store host
 
 LINES = [json.dumps({"propose": "stop", "by": f"user {i}"}) + "\n" for i in range(2)]
 
@@ -358,9 +357,6 @@ def test_a_value_that_is_long_by_itself_goes_in_one_message() -> None:
     assert pieces == [{"a": "1"}, {"long": "x" * 10_000}, {"b": "2"}]
 
 
-# ------------------------------------------------------------------------------------------ work before the first step
-
-
 HANG_TIMEOUT_S = 600
 
 
@@ -370,7 +366,7 @@ class Rank:
     def __init__(self) -> None:
         self.now = self.used_s = 0.0
         self.activity = Activity()
-        self._work = EarlyWork(self.activity, lambda: self.used_s, lambda: self.now)
+        self._work = StartupActivity(self.activity, lambda: self.used_s, lambda: self.now)
         self._agent = NodeProgress(lambda: self.now)
         self.watchdog = Watchdog(HANG_TIMEOUT_S, lambda: self.now)
 
@@ -382,32 +378,29 @@ class Rank:
             self.used_s += cores
             self._work.look()
             now = self.activity
-            self._agent.hear(RankReport(1, 0, now.phase, now.step, now.count))
-            digest = self._agent.digest()
+            self._agent.on_report(RankReport(1, 0, now.phase, now.step, now.count))
+            digest = self._agent.summarize()
             assert digest is not None
-            self.watchdog.hear("here", digest)
+            self.watchdog.on_report("here", digest)
             was_stuck |= self.watchdog.is_stuck()
         return was_stuck
 
 
-@pytest.mark.parametrize("phase", [hang.SETTING_UP, hang.PRIMING, hang.IN_STEP, hang.OWN_CODE])
-def test_a_compile_that_is_longer_than_the_limit_is_no_hang(phase: str) -> None:
-    rank = Rank()
-    rank.activity.phase = phase
-    assert not rank.go_on(3 * HANG_TIMEOUT_S, cores=0.3)
-
-
-@pytest.mark.parametrize("phase", [hang.WAITING_FOR_DATA, hang.LOGGING, hang.LOADING])
-def test_a_rank_that_keeps_a_core_busy_as_it_waits_hangs(phase: str) -> None:
-    rank = Rank()
-    rank.activity.phase = phase
-    assert rank.go_on(HANG_TIMEOUT_S, cores=1.0)
-
-
-def test_a_rank_that_uses_no_cpu_hangs_before_its_first_step() -> None:
-    rank = Rank()
-    rank.activity.phase = hang.IN_STEP
-    assert rank.go_on(HANG_TIMEOUT_S, cores=0.005)
+@pytest.mark.parametrize(
+    ("phases", "cores", "times", "hangs"),
+    [
+        ((hang.SETTING_UP, hang.PRIMING, hang.IN_STEP, hang.OWN_CODE), 0.3, 3, False),  # it compiles
+        ((hang.WAITING_FOR_DATA, hang.LOGGING, hang.LOADING), 1.0, 1, True),  # it may be busy as it waits
+        ((hang.IN_STEP,), 0.005, 1, True),
+    ],
+)
+def test_before_its_first_step_a_rank_hangs_unless_it_may_compile(
+    phases: tuple[str, ...], cores: float, times: int, hangs: bool
+) -> None:
+    for phase in phases:
+        rank = Rank()
+        rank.activity.phase = phase
+        assert rank.go_on(times * HANG_TIMEOUT_S, cores=cores) is hangs, phase
 
 
 def test_after_the_first_step_the_cpu_says_nothing() -> None:
@@ -424,7 +417,6 @@ def test_compilers_that_a_rank_has_started_count_as_it() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         alive_s = family_cpu_s() - before_s
         child.communicate(b"\n")

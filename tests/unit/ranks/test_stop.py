@@ -1,7 +1,5 @@
 """The gate: one stop step for all ranks, wherever and whenever a request comes."""
 
-from __future__ import annotations
-
 import secrets
 import signal
 import subprocess
@@ -19,7 +17,7 @@ from tests.unit.ranks.simulation import case_of, faults, play
 from tests.waiting import PATIENCE, wait_for
 from toolkit.base.errors import ToolkitError
 from toolkit.ranks import session
-from toolkit.ranks.stop import PREFIX, STOP, Gate, Hang, Transport, propose
+from toolkit.ranks.agreement import PREFIX, STOP, Gate, StalledRequest, Transport, propose
 
 LIMIT_S = 10.0
 
@@ -79,9 +77,6 @@ def agreed(gates: list[Watched]) -> None:
     decided(gates)
 
 
-# ------------------------------------------------------------------------------------------------- many at random
-
-
 def test_random_deliveries_neither_hang_nor_stop_ranks_on_different_steps() -> None:
     base = secrets.randbelow(10**9)
     print(f"seeds {base} to {base + 24}")
@@ -93,7 +88,7 @@ def test_random_deliveries_neither_hang_nor_stop_ranks_on_different_steps() -> N
 
 
 class Promiseless(Gate):
-    """A gate that acknowledges and goes on starting steps."""
+    """A gate that acknowledges and continues starting steps."""
 
     def _await_decision(self, n: int) -> str | None:
         return super()._await_decision(n) if self._decided.is_set() else None
@@ -119,9 +114,6 @@ def test_the_simulation_finds_what_breaks_without_the_promise_or_its_order(broke
     print(f"seeds {base} to {base + 29}")
     cases = [case_of(seed, 8) for seed in range(base, base + 30)]
     assert any(faults(case, play(case, broken, wait_s=0.2)) for case in cases)
-
-
-# ------------------------------------------------------------------------------------------------ one by one
 
 
 def test_an_open_gate_lets_every_step_through(gates: Callable[..., list[Watched]]) -> None:
@@ -224,9 +216,6 @@ def test_a_closed_round_leaves_two_keys(gates: Callable[..., list[Watched]], sto
     assert store.keys() == [f"{PREFIX}/0/decision", f"{PREFIX}/0/proposal"]
 
 
-# --------------------------------------------------------------------------------------------------- leaving
-
-
 def test_nobody_waits_for_a_rank_that_has_left(gates: Callable[..., list[Watched]]) -> None:
     three = gates(3)
     for gate in three:
@@ -260,21 +249,18 @@ def test_a_decision_beyond_the_last_step_lets_all_complete(gates: Callable[..., 
     agreed(two)  # no rank asks again; the fixture closes
 
 
-# --------------------------------------------------------------------------------------------------- trouble
-
-
 class Hangs:
     """Collects the calls of ``on_hang``."""
 
     def __init__(self) -> None:
-        self.seen: list[Hang] = []
+        self.seen: list[StalledRequest] = []
         self._called = threading.Event()
 
-    def __call__(self, hang: Hang) -> None:
+    def __call__(self, hang: StalledRequest) -> None:
         self.seen.append(hang)
         self._called.set()
 
-    def first(self) -> Hang:
+    def first(self) -> StalledRequest:
         assert self._called.wait(LIMIT_S)
         return self.seen[0]
 
@@ -337,7 +323,7 @@ def test_of_many_ranks_in_a_stop_that_hangs_one_asks_for_all_and_all_are_told() 
 
 
 def test_a_hang_names_some_of_thousands() -> None:
-    hang = Hang(STOP, 120.0, None, (1, 2), more=7998)
+    hang = StalledRequest(STOP, 120.0, None, (1, 2), more=7998)
     assert str(hang).endswith("ranks that have not acknowledged it: 1, 2 and 7998 more")
 
 
@@ -398,7 +384,7 @@ def test_a_signal_handler_may_ask(gates: Callable[..., list[Watched]]) -> None:
 
 
 def test_the_gate_does_not_load_torch() -> None:
-    code = "import sys, toolkit.ranks.stop; assert 'torch' not in sys.modules"
+    code = "import sys, toolkit.ranks.agreement; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE * 30)
 
 
@@ -406,5 +392,5 @@ def test_the_gate_does_not_load_torch() -> None:
 def test_only_a_stop_that_hangs_ends_the_process(kind: str, codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr("toolkit.ranks.session.os._exit", ended.append)
-    session._force_exit(Hang(kind, 99.0, None, (1,)))
+    session._force_exit(StalledRequest(kind, 99.0, None, (1,)))
     assert ended == codes

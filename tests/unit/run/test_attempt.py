@@ -1,7 +1,5 @@
 """The supervisor's counts during an attempt. Each event of a large run costs the same."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +13,8 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt import error_files
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import RankFailure
-from toolkit.run.supervise.conclusion import add_error_files
+from toolkit.run.attempt.verdict import RankFailure
+from toolkit.run.supervise.conclude import add_error_files
 
 NODES, RANKS_A_NODE = 250, 8
 HOSTS = tuple(f"node{number}" for number in range(NODES))
@@ -43,14 +41,14 @@ def attempt() -> Attempt:
 
 def test_all_reachable_ranks_have_ended_once_only_lost_nodes_have_any_left(attempt: Attempt) -> None:
     ranks = range(NODES * RANKS_A_NODE)
-    attempt.note_gone(ranks)
+    attempt.note_exited(ranks)
     assert not attempt.all_reachable_have_ended  # no node is lost: srun says when all have ended
     attempt = Attempt(1, 0.0, attempt.plan, lost_nodes={"node1"})
-    attempt.note_gone(ranks[: 2 * RANKS_A_NODE])
-    attempt.note_gone(ranks[2 * RANKS_A_NODE : -1])
-    attempt.note_gone(ranks[:3])  # srun says some things twice
+    attempt.note_exited(ranks[: 2 * RANKS_A_NODE])
+    attempt.note_exited(ranks[2 * RANKS_A_NODE : -1])
+    attempt.note_exited(ranks[:3])  # srun says some things twice
     assert not attempt.all_reachable_have_ended
-    attempt.note_gone(ranks[-1:])
+    attempt.note_exited(ranks[-1:])
     assert attempt.all_reachable_have_ended
 
 
@@ -60,7 +58,7 @@ def test_the_end_of_a_rank_costs_the_same_in_a_large_run(attempt: Attempt) -> No
     attempt.__dict__["rank_hosts"] = hosts
     attempt.lose(["node1"])
     for rank in range(len(hosts)):
-        attempt.note_gone([rank])
+        attempt.note_exited([rank])
         assert attempt.all_reachable_have_ended == (rank == len(hosts) - 1)
     assert hosts.reads <= 3 * len(hosts)
 
@@ -87,7 +85,7 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
         RankFailure(2, "node0", "exit code 1", 0),
     ]
     attempt.fail(*told)
-    add_error_files(SimpleNamespace(run=RunDir(tmp_path), is_foreign=False), attempt)  # type: ignore[arg-type]
+    add_error_files(SimpleNamespace(run=RunDir(tmp_path), is_script=False), attempt)  # type: ignore[arg-type]
     assert len(attempt.failures) == ranks + 1
     assert attempt.failures[0] is told[0]  # srun reports the signal and the rank its error: both count
     assert reads <= 10 * ranks

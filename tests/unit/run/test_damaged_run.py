@@ -1,37 +1,25 @@
 """A run whose node died while it wrote is brought back. A file of another shape is refused, and nothing is lost."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.process_limits import ChangeLimits
-from tests.unit.run.test_supervisor import Ranks, completes, quick
-from toolkit import config as configs
+from tests.unit.run.test_supervisor import Ranks, completes
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, DamagedFileError
 from toolkit.config import JobConfig
-from toolkit.files import rundir
 from toolkit.files.run_files import AttemptRecord
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.records import stop_request
+from toolkit.run.records import user_requests
 from toolkit.run.supervise import entry
 from toolkit.run.supervise.supervisor import Supervisor
 
-__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
 
 HERE = Allocation(("here",), (2,), 1)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = rundir.create("test", tmp_path)
-    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
-    return run
 
 
 def supervise(run: RunDir, *acts: object, restarts: int = 0) -> int:
@@ -57,7 +45,8 @@ def test_a_run_whose_last_line_of_attempts_is_cut_off_gets_a_new_number(run: Run
 def test_a_run_that_somebody_has_ended_does_not_train_though_the_note_cannot_be_read(
     run: RunDir, content: bytes
 ) -> None:
-    (run.path / "intent.json").write_bytes(content)
+    run.make_requests()
+    (run.path / "requests/intent.json").write_bytes(content)
     assert supervise(run) == EXIT_STOPPED
     assert run.result().state == "stopped"
 
@@ -83,7 +72,7 @@ def test_a_run_with_a_file_of_another_shape_does_not_start_and_says_which(run: R
 def test_a_supervisor_that_cannot_read_a_file_leaves_a_result_that_names_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsio, "keep_private", lambda: None)
+    monkeypatch.setattr(fsio, "set_private_umask", lambda: None)
     (run.path / "attempts.jsonl").write_text("[]\n")
     with pytest.raises(SystemExit, match="1"):
         entry.supervise(str(run.path), "local")
@@ -93,9 +82,10 @@ def test_a_supervisor_that_cannot_read_a_file_leaves_a_result_that_names_it(
 def test_an_intent_that_cannot_be_read_is_named_where_it_is_asked_for(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (run.path / "intent.json").write_bytes(b"\0")
-    assert stop_request.asked(run) is stop_request.Intent.STOP
-    assert f"{run.path / 'intent.json'} cannot be read: it holds NUL bytes only" in caplog.text
+    run.make_requests()
+    (run.path / "requests/intent.json").write_bytes(b"\0")
+    assert user_requests.read_intent(run) is user_requests.Intent.STOP
+    assert f"{run.path / 'requests/intent.json'} cannot be read: it holds NUL bytes only" in caplog.text
     assert "taken for a stop" in caplog.text
 
 

@@ -1,7 +1,5 @@
 """What a failing rank's own file says about its end."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -20,7 +18,7 @@ from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import SampleReader
 from toolkit.files import error_file, rundir
 from toolkit.run.attempt.error_files import read_error_file
-from toolkit.run.attempt.facts import RankFailure
+from toolkit.run.attempt.verdict import RankFailure
 
 
 @pytest.fixture
@@ -113,7 +111,6 @@ def test_a_refusal_of_the_jobs_code_or_config_would_come_again(
 ) -> None:
     failure = reported(run, error)
     assert failure.comes_again is comes_again
-    assert failure.where is not None
     assert failure.where.startswith("test_error_files.py:")
 
 
@@ -144,7 +141,7 @@ def test_a_text_of_any_length_is_shortened_where_it_is_written(run: rundir.RunDi
         raise ValueError("begins " + "x" * 30_000_000 + " ends") from KeyError("y" * 30_000_000)
     except ValueError as error:
         error_file.write(error, 0)
-        log_line = logs.VisibleFormatter().format(
+        log_line = logs.EscapingFormatter().format(
             logging.makeLogRecord({"msg": "%s", "args": (error,), "exc_info": sys.exc_info()})
         )
     assert run.error_file(1, 0).stat().st_size < 200_000

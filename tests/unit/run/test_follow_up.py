@@ -1,6 +1,4 @@
-"""The follow-up job where Slurm does not requeue. Its request to sbatch, its script, and when it goes on."""
-
-from __future__ import annotations
+"""The follow-up job where Slurm does not requeue. Its request to sbatch, its script, and when it continues."""
 
 import os
 import subprocess
@@ -20,19 +18,19 @@ from toolkit.config import JobConfig, dump_config, load_config
 from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunStatus
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.testing.fake_slurm import REQUEUE_DELAY_S, FakeSlurm, Sent
-from toolkit.run.job.slurm_job import JobFate
-from toolkit.run.records import ownership, stop_request
-from toolkit.run.records.stop_request import Intent
+from toolkit.plugins.testing.fake_slurm import REQUEUE_DELAY_S, CancelCall, FakeSlurm
+from toolkit.run.job.slurm_job import JobOutcome
+from toolkit.run.records import ownership, user_requests
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.requeue import follow_up
 from toolkit.run.requeue.follow_up import (
     _VARIABLE_OF,
     PREDECESSORS_VARIABLE,
     RUN_VARIABLE,
     dismiss,
-    fate_of,
-    fates,
-    still_waiting,
+    outcome_of,
+    outcomes,
+    prune_waiting,
     takes_over,
 )
 from toolkit.run.submission import executors
@@ -79,8 +77,12 @@ def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow, *waiting: str) -> list
     return slurm.submitted[job]
 
 
-def test_the_follow_up_job_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDir) -> None:
-    slurm = FakeSlurm()
+@pytest.fixture
+def slurm() -> FakeSlurm:
+    return FakeSlurm()
+
+
+def test_the_follow_up_job_asks_for_what_our_own_job_has_and_waits_for_its_end(slurm: FakeSlurm, run: RunDir) -> None:
     *options, script = submitted(run, slurm, running(slurm, "--time=90", "--gres=gpu:a100:4"))
     assert sorted(options) == sorted(
         [
@@ -135,10 +137,9 @@ def test_another_gres_of_the_config_does_not_cost_the_follow_up_job_its_gpus(run
 
 
 def test_cpus_of_a_gpu_that_a_site_has_added_do_not_meet_those_of_a_task(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sbatch refuses both together."""
-    slurm = FakeSlurm()
     row = replace(running(slurm), options=("--gres=gpu:8", "--cpus-per-gpu=8"))
     assert "--cpus-per-task=6" in submitted(run, slurm, row)
     assert "--cpus-per-gpu=8" not in submitted(run, slurm, row)
@@ -154,21 +155,14 @@ def test_what_our_job_does_not_know_is_left_to_the_site(run: RunDir, monkeypatch
     assert names == {"--no-requeue", "--dependency", "--output", "--open-mode"}
 
 
-@pytest.mark.parametrize("limit", ["1", "10", "2-00:00:00"])
-def test_the_time_limit_is_the_one_that_the_job_has_now(run: RunDir, limit: str) -> None:
-    slurm = FakeSlurm()
+@pytest.mark.parametrize("limit", ["1", "10", "2-00:00:00", "00:00:20"])
+def test_the_time_limit_is_the_one_that_the_job_has_now(slurm: FakeSlurm, run: RunDir, limit: str) -> None:
+    """One below a minute is rounded up: sbatch takes `--time=0` for no limit."""
     row = running(slurm, f"--time={limit}")
     submitted(run, slurm, row)
     follower = slurm.show_job("2")
-    assert follower is not None
-    assert follower.time_limit_s == row.time_limit_s
+    assert follower.time_limit_s == max(60.0, row.time_limit_s)
     assert not follower.can_requeue
-
-
-def test_a_limit_below_a_minute_is_not_none_at_all(run: RunDir) -> None:
-    """sbatch takes `--time=0` for no limit."""
-    slurm = FakeSlurm()
-    assert "--time=1" in submitted(run, slurm, running(slurm, "--time=00:00:20"))
 
 
 def test_the_follow_up_job_of_an_array_element_waits_for_that_element_only(run: RunDir, tmp_path: Path) -> None:
@@ -217,9 +211,8 @@ def test_the_script_is_bash_and_becomes_the_supervisor_of_this_run(
     assert environ["PYTHONSAFEPATH"] == "1"
 
 
-def test_no_bash_stays_between_slurm_and_the_supervisor(run: RunDir, tmp_path: Path) -> None:
+def test_no_bash_stays_between_slurm_and_the_supervisor(slurm: FakeSlurm, run: RunDir, tmp_path: Path) -> None:
     """bash would die at the first SIGTERM and take the supervisor along."""
-    slurm = FakeSlurm()
     script = submitted(run, slurm, running(slurm))[-1]
     with subprocess.Popen(["bash", script], cwd=tmp_path) as process:
         pass
@@ -238,26 +231,21 @@ def test_a_full_disk_submits_no_follow_up_job(run: RunDir, monkeypatch: pytest.M
     assert list(slurm.submitted) == [row.job_id]
 
 
-def test_follow_up_jobs_that_are_not_needed_are_cancelled_the_last_one_first(run: RunDir) -> None:
-    slurm = FakeSlurm()
+def test_follow_up_jobs_that_are_not_needed_are_cancelled_the_last_one_first(slurm: FakeSlurm, run: RunDir) -> None:
     row = running(slurm)
     submitted(run, slurm, row), submitted(run, slurm, row, "2")
     dismiss(["2", "3"], slurm)
-    assert slurm.sent == [Sent("3"), Sent("2")]
+    assert slurm.sent == [CancelCall("3"), CancelCall("2")]
     assert {status and status.state for status in slurm.show_jobs(["2", "3"]).values()} == {"CANCELLED"}
 
 
 def test_a_run_ends_well_also_when_a_follow_up_job_cannot_be_cancelled(
-    run: RunDir, caplog: pytest.LogCaptureFixture
+    slurm: FakeSlurm, run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slurm = FakeSlurm()
     submitted(run, slurm, running(slurm))
     slurm.is_up = False
     dismiss(["2"], slurm)
     assert "the follow-up job 2 could not be cancelled: Unable" in caplog.records[-1].getMessage()
-
-
-# -------------------------------------------------------------------------------------------------- who takes over
 
 
 def preempted(slurm: FakeSlurm) -> None:
@@ -305,18 +293,18 @@ ENDS: dict[str, tuple[Callable[[FakeSlurm], None], bool]] = {
 }
 
 
-def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool = True) -> JobFate:
+def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool = True) -> JobOutcome:
     slurm = FakeSlurm(preempt_mode="CANCEL", accounting=accounting)
     running(slurm, "--time=10")
     what_became_of_it(slurm)
-    return fate_of("1", NOWHERE, slurm)
+    return outcome_of("1", NOWHERE, slurm)
 
 
 def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDir) -> None:
     run.write_status(RunStatus.from_json({"state": "running"}))
-    fate = predecessor(forgotten, accounting=False)
-    assert fate is JobFate.UNKNOWN
-    assert takes_over(run, [fate])
+    outcome = predecessor(forgotten, accounting=False)
+    assert outcome is JobOutcome.UNKNOWN
+    assert takes_over(run, [outcome])
 
 
 def test_a_controller_that_is_away_is_waited_for(change_limits: ChangeLimits) -> None:
@@ -326,7 +314,7 @@ def test_a_controller_that_is_away_is_waited_for(change_limits: ChangeLimits) ->
     preempted(slurm)
     slurm.is_up = False
     threading.Timer(0.05, setattr, (slurm, "is_up", True)).start()
-    assert fate_of("1", NOWHERE, slurm) is JobFate.PREEMPTED
+    assert outcome_of("1", NOWHERE, slurm) is JobOutcome.PREEMPTED
 
 
 def test_the_follow_up_job_gets_what_slurm_does_not_tell_from_the_config(run: RunDir) -> None:
@@ -357,18 +345,17 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     run.write_status(RunStatus.from_json({"state": "starting"}))
     if wish is not None:
-        stop_request.ask(run, wish)
-    follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
+        user_requests.record_intent(run, wish)
+    follow_up.finish_run(run, "1", owner.token, FakeSlurm(), "2")
     result = run.result()
-    assert result is not None
     assert (result.state, run.status().state) == (state, state)
-    assert result.why == f"job 1 was {state}, and could not say so itself"
+    assert result.why == f"job 1 was {state}, and could not report it"
 
 
 def test_a_run_that_was_resumed_meanwhile_gets_no_result_of_its_old_job(run: RunDir) -> None:
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     ownership.submit_as(run, "slurm", ownership.take(run, owner.number))
-    follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
+    follow_up.finish_run(run, "1", owner.token, FakeSlurm(), "2")
     assert run.result() is None
 
 
@@ -390,13 +377,10 @@ def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None
 @pytest.mark.parametrize("wish", Intent)
 def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent) -> None:
     run.write_status(RunStatus.from_json({"state": "requeued"}))
-    stop_request.ask(run, wish)
+    user_requests.record_intent(run, wish)
     assert not takes_over(run, [predecessor(preempted)])
-    stop_request.clear(run)
+    user_requests.clear_intent(run)
     assert takes_over(run, [predecessor(preempted)])
-
-
-# ------------------------------------------------------------------------------------------- one after the other
 
 
 def chain(run: RunDir, slurm: FakeSlurm) -> list[str]:
@@ -420,7 +404,7 @@ def test_a_follow_up_job_preempted_before_it_could_look_is_followed_by_the_next(
     take_away(slurm, "1")
     slurm.start("2")
     take_away(slurm, "2")
-    assert takes_over(run, fates(run, before, slurm))
+    assert takes_over(run, outcomes(run, before, slurm))
 
 
 @pytest.mark.parametrize("accounting", [True, False])
@@ -430,24 +414,22 @@ def test_the_third_job_goes_on_though_slurm_has_forgotten_how_the_first_ended(ru
     before = chain(run, slurm)
     slurm.finish("1", exit_code=75)
     slurm.start("2")
-    owner = run.owner()
-    assert owner is not None
-    run.write_owner(owner.replace(jobs=("1", "2"), follow_ups=("3",)))
+    run.write_owner(run.owner().replace(jobs=("1", "2"), follow_ups=("3",)))
     slurm.advance(400)
     slurm.forget("1")
     slurm.finish("2", exit_code=75)
     run.write_status(RunStatus.from_json({"state": "requeued"}))
-    assert takes_over(run, fates(run, before, slurm))
+    assert takes_over(run, outcomes(run, before, slurm))
 
 
 def test_after_a_long_wait_accounting_tells_how_the_job_before_ended(run: RunDir) -> None:
-    for end, fate in ((75, JobFate.REQUEUED), (1, JobFate.CANCELLED), (0, JobFate.NODE_FAILED)):
+    for end, outcome in ((75, JobOutcome.REQUEUED), (1, JobOutcome.CANCELLED), (0, JobOutcome.NODE_FAILED)):
         slurm = FakeSlurm(preempt_mode="CANCEL")
         running(slurm)
         slurm.finish("1", exit_code=end, signal=0 if end else 9)
         slurm.advance(400)
         slurm.forget("1")
-        assert fate_of("1", NOWHERE, slurm) is fate
+        assert outcome_of("1", NOWHERE, slurm) is outcome
 
 
 @pytest.mark.parametrize("state", ["running", "requeued"])
@@ -458,7 +440,7 @@ def test_a_follow_up_job_that_somebody_has_cancelled_has_no_follow_up_either(run
     run.write_status(RunStatus.from_json({"state": state}))
     take_away(slurm, "1")
     slurm.cancel("2")
-    assert not takes_over(run, fates(run, before, slurm))
+    assert not takes_over(run, outcomes(run, before, slurm))
 
 
 def test_a_cancelled_job_is_not_revived_where_its_follow_up_job_was_preempted_first(run: RunDir) -> None:
@@ -468,7 +450,9 @@ def test_a_cancelled_job_is_not_revived_where_its_follow_up_job_was_preempted_fi
     slurm.advance(1)
     slurm.start("2")
     take_away(slurm, "2")
-    assert not takes_over(run, fates(run, ["2"], slurm))  # nor by one that was submitted when 2 ran, and waited for it
+    assert not takes_over(
+        run, outcomes(run, ["2"], slurm)
+    )  # nor by one that was submitted when 2 ran, and waited for it
 
 
 def test_a_job_that_was_requeued_once_and_then_cancelled_is_not_revived(run: RunDir) -> None:
@@ -481,19 +465,11 @@ def test_a_job_that_was_requeued_once_and_then_cancelled_is_not_revived(run: Run
     slurm.cancel(job)
     slurm.advance(1)
     run.write_status(RunStatus.from_json({"state": "running"}))
-    assert fate_of(job, run, slurm) is JobFate.CANCELLED
+    assert outcome_of(job, run, slurm) is JobOutcome.CANCELLED
 
 
-def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -> None:
-    slurm = FakeSlurm()
-    row = running(slurm)
-    slurm.finish(row.job_id, exit_code=0, signal=53)
-    slurm._set(slurm._one(row.job_id), reason="JobLaunchFailure")
-    assert fate_of(row.job_id, run, slurm) is JobFate.NODE_FAILED
-
-
-@pytest.mark.parametrize(("log", "fate"), [(None, JobFate.NODE_FAILED), ("1_0_log.out", JobFate.CANCELLED)])
-def test_a_job_whose_node_did_not_see_the_run_is_followed(run: RunDir, log: str | None, fate: JobFate) -> None:
+@pytest.mark.parametrize(("log", "outcome"), [(None, JobOutcome.NODE_FAILED), ("1_0_log.out", JobOutcome.CANCELLED)])
+def test_a_job_whose_node_did_not_see_the_run_is_followed(run: RunDir, log: str | None, outcome: JobOutcome) -> None:
     """Since 23.02 Slurm makes the log's folder on the node's own disk. The batch script then fails by itself."""
     fsio.write_json(run.submission_path, {})
     slurm = FakeSlurm()
@@ -502,7 +478,7 @@ def test_a_job_whose_node_did_not_see_the_run_is_followed(run: RunDir, log: str 
         (run.submitit / log).write_text("submitit INFO")
         os.utime(run.submitit / log, (2e9, 2e9))
     slurm.finish(row.job_id, exit_code=1)
-    assert fate_of(row.job_id, run, slurm) is fate
+    assert outcome_of(row.job_id, run, slurm) is outcome
 
 
 def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -> None:
@@ -511,24 +487,19 @@ def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -
     slurm.cancel("1")
     slurm.advance(1)
     slurm.start("2")
-    owner = run.owner()
-    assert owner is not None
-    follow_up.close(run, "1", owner.token, slurm, "2")
+    follow_up.finish_run(run, "1", run.owner().token, slurm, "2")
     assert [slurm.show_job(job).state for job in "23"] == ["RUNNING", "CANCELLED"]
 
 
 def test_of_follow_up_jobs_those_behind_a_cancelled_one_are_cancelled_too(run: RunDir) -> None:
     slurm = FakeSlurm(preempt_mode="CANCEL")
     chain(run, slurm)
-    assert still_waiting(["2", "3"], slurm) == ["2", "3"]
+    assert prune_waiting(["2", "3"], slurm) == ["2", "3"]
     slurm.cancel("2")
-    assert still_waiting(["2", "3"], slurm) == []
+    assert prune_waiting(["2", "3"], slurm) == []
     assert slurm.show_job("3").state == "CANCELLED"
     slurm.is_up = False
-    assert still_waiting(["2", "3"], slurm) == ["2", "3"]
-
-
-# ------------------------------------------------------------------------------------------- from the login node
+    assert prune_waiting(["2", "3"], slurm) == ["2", "3"]
 
 
 def test_the_script_from_the_login_node_asks_for_what_the_config_does(
@@ -550,13 +521,14 @@ def test_the_script_from_the_login_node_asks_for_what_the_config_does(
 
 
 @pytest.mark.parametrize(
-    ("fields", "fate"),
+    ("fields", "outcome"),
     [
-        ({"state": "FAILED", "exit_code": 75}, JobFate.REQUEUED),
-        ({"state": "OUT_OF_MEMORY", "exit_code": 0}, JobFate.NODE_FAILED),
+        ({"state": "FAILED", "exit_code": 75}, JobOutcome.REQUEUED),
+        ({"state": "OUT_OF_MEMORY", "exit_code": 0}, JobOutcome.NODE_FAILED),
+        ({"state": "FAILED", "exit_code": 0, "reason": "JobLaunchFailure"}, JobOutcome.NODE_FAILED),
     ],
-    ids=["its supervisor left the run to be continued", "the batch host was out of memory"],
+    ids=["its supervisor left the run to be continued", "the batch host was out of memory", "it could not start"],
 )
-def test_a_predecessor_that_ended_so_is_followed(run: RunDir, fields: dict[str, Any], fate: JobFate) -> None:
+def test_a_predecessor_that_ended_so_is_followed(run: RunDir, fields: dict[str, Any], outcome: JobOutcome) -> None:
     slurm: Any = SimpleNamespace(show_job=lambda job: JobRow(job_id=job, **fields))
-    assert fate_of("7", run, slurm) is fate
+    assert outcome_of("7", run, slurm) is outcome

@@ -1,7 +1,5 @@
 """Where a run's time went. First the pure functions, then the supervisor and the commands that use them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,14 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.run.test_supervisor import Ranks, ended, quick, supervise  # noqa: F401
-from toolkit import config as configs
-from toolkit.base import fsio
+from tests.unit.run.test_supervisor import Ranks, ended, supervise
 from toolkit.base.errors import EXIT_DONE
 from toolkit.cli import main as cli
-from toolkit.config import JobConfig
-from toolkit.files import rundir
-from toolkit.files.run_files import AttemptRecord, RunProgress, RunResult, RunStatus, Start
+from toolkit.files.run_files import AttemptRecord, AttemptStart, RunProgress, RunResult, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_run, sentence
@@ -30,14 +24,9 @@ from toolkit.run.attempt.journal import Journal
 from toolkit.run.job.nodes import Nodes
 from toolkit.slurm.jobs import JobRow
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 SUBMITTED = 1_700_000_000.0
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = rundir.create("test", tmp_path)
-    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
-    return run
 
 
 SECONDS = st.floats(0.0, 1e6)
@@ -49,7 +38,7 @@ REPORTS = st.builds(
 
 
 @st.composite
-def attempts(draw: st.DrawFn) -> tuple[Start, float | None, RunProgress, float]:
+def attempts(draw: st.DrawFn) -> tuple[AttemptStart, float | None, RunProgress, float]:
     """Draw arguments of ``of_attempt``.
 
     The times are in order unless a clock was set back. Rank 0's seconds need not fit them.
@@ -58,7 +47,7 @@ def attempts(draw: st.DrawFn) -> tuple[Start, float | None, RunProgress, float]:
     set_back_s = draw(st.sampled_from([0.0, 3600.0]))
     ready = SUBMITTED + queue_s + idle_s
     first_step = draw(st.sampled_from([None, ready + start_up_s - set_back_s]))
-    start = Start(SUBMITTED, None, queue_s, ready, draw(STEPS))
+    start = AttemptStart(SUBMITTED, None, queue_s, ready, draw(STEPS))
     return start, first_step, draw(st.sampled_from([RunProgress(), draw(REPORTS)])), ready + start_up_s + loop_s
 
 
@@ -96,10 +85,10 @@ def test_the_time_before_a_user_resumed_an_ended_run_is_not_the_runs() -> None:
         return AttemptRecord(number, ("node1",), submitted + 1, ended, "crashed", decision, submitted=submitted)
 
     lines = [line(1, 5, 10, "requeue"), line(2, 15, 20, "give_up"), line(3, 3620, 3650, "finish")]
-    assert goodput.away_s(lines) == 3600
-    assert goodput.away_s(lines[:2], 50) == 30
-    assert goodput.away_s(lines[:2]) == 0
-    assert goodput.away_s([]) == 0
+    assert goodput.ended_gap_s(lines) == 3600
+    assert goodput.ended_gap_s(lines[:2], 50) == 30
+    assert goodput.ended_gap_s(lines[:2]) == 0
+    assert goodput.ended_gap_s([]) == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,7 +99,7 @@ def test_replay_is_the_time_of_the_steps_that_were_made_again(
     again = len(set(range(first, first + count)) & set(range(best)))
     seconds = {"training": count * step_s, "data_wait": count * wait_s}
     report = RunProgress(spent=seconds, step_start=first, step=first + count)
-    start = Start(SUBMITTED, None, 0.0, SUBMITTED, best)
+    start = AttemptStart(SUBMITTED, None, 0.0, SUBMITTED, best)
     ledger = of_attempt(start, SUBMITTED, report, SUBMITTED + 1e4)
     assert ledger["replay"] == pytest.approx(again * (step_s + wait_s))
     assert ledger["training"] == pytest.approx((count - again) * step_s)
@@ -142,7 +131,7 @@ def test_an_attempts_gain_is_the_time_of_the_steps_that_it_was_first_to_save(
 
 
 def test_an_attempt_that_never_made_a_step_was_start_up_to_its_end() -> None:
-    ledger = of_attempt(Start(100.0, 100.0, 5.0, 107.0, 0), None, RunProgress(), 110.0)
+    ledger = of_attempt(AttemptStart(100.0, 100.0, 5.0, 107.0, 0), None, RunProgress(), 110.0)
     assert {part: seconds for part, seconds in ledger.items() if seconds} == {
         "queue": 5.0,
         "start_up": 3.0,
@@ -150,14 +139,12 @@ def test_an_attempt_that_never_made_a_step_was_start_up_to_its_end() -> None:
     }
 
 
-# -------------------------------------------------------------------------------------------------- how it is told
-
 HOUR = dict.fromkeys(PARTS, 0.0) | {"training": 3758.4, "start_up": 259.2, "replay": 172.8, "idle": 129.0, "queue": 0.6}
 
 
 def test_the_time_is_told_in_one_sentence_with_the_largest_loss_first() -> None:
     told = sentence(HOUR)
-    assert told == "87 % of 1 h 12 min was training; 6 % start-up, 4 % steps made again, 3 % idle"
+    assert told == "87 % of 1 h 12 min was training; 6 % start-up, 4 % repeated steps, 3 % idle"
 
 
 def test_of_a_run_that_measured_nothing_no_time_is_told() -> None:
@@ -173,9 +160,6 @@ def test_a_time_is_told_in_its_two_largest_units(seconds: float, text: str) -> N
     assert sentence(dict.fromkeys(PARTS, 0.0) | {"training": seconds}) == f"100 % of {text} was training"
 
 
-# --------------------------------------------------------------------------------------------- through the supervisor
-
-
 def spent(**seconds: float) -> dict[str, float]:
     return dict.fromkeys(MEASURED, 0.0) | seconds
 
@@ -187,8 +171,8 @@ def dies(ranks: Ranks) -> None:
     ranks.events.put(ended(1))
 
 
-def goes_on(ranks: Ranks) -> None:
-    """Go on from step 60, so that 40 of the 80 steps are made again."""
+def resumes(ranks: Ranks) -> None:
+    """Continue from step 60, so that 40 of the 80 steps are repeated."""
     time.sleep(0.25)
     ranks.report(step=140, step_start=60, spent=spent(training=0.16, checkpoint=0.04))
     ranks.tell_result(140)
@@ -202,7 +186,7 @@ def parts_of(goodput: Mapping[str, float]) -> Ledger:
 def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir) -> None:
     submitted = time.time() - 3.0
     run.write_status(RunStatus.from_json({"state": "queued", "updated": submitted, "progress": {}}))
-    assert supervise(run, Ranks(dies, goes_on)) == 0
+    assert supervise(run, Ranks(dies, resumes)) == 0
     first, second = run.attempts()
     assert first.submitted == pytest.approx(submitted, abs=1e-3)
     assert first.goodput["queue"] >= 3.0
@@ -215,7 +199,6 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
     since = first.ended
     assert sum(parts_of(second.goodput).values()) == pytest.approx(second.ended - since, abs=0.01)
     result = run.result()
-    assert result is not None
     whole_s = sum(parts_of(result.goodput).values())
     assert second.ended - submitted - 0.01 <= whole_s <= time.time() - submitted + 0.01
     assert result.goodput["training"] == pytest.approx(0.18)
@@ -228,20 +211,21 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     That was 20 s after the submission, and it could write nothing.
     """
     died = time.time() - 100.0
-    told = goodput.as_json(of_attempt(Start(died - 20, died - 20, 2.0, died - 18, 0), died - 10, GOOD_REPORT, died))
+    told = goodput.as_json(
+        of_attempt(AttemptStart(died - 20, died - 20, 2.0, died - 18, 0), died - 10, GOOD_REPORT, died)
+    )
     left = {"state": "running", "attempt": 1, "nodes": ["here"], "tasks": [4], "started": died - 18, "updated": died}
     run.write_status(
         RunStatus.from_json(
             {**left, "progress": GOOD_REPORT.to_json(), "submitted": died - 20, "goodput": told, "stop": None}
         )
     )
-    assert supervise(run, Ranks(goes_on)) == 0
+    assert supervise(run, Ranks(resumes)) == 0
     first, second = run.attempts()
     assert first.goodput == told
     assert 100.0 <= second.goodput["idle"] <= time.time() - died
     assert second.goodput["queue"] == 0.0
     result = run.result()
-    assert result is not None
     whole_s = sum(parts_of(result.goodput).values())
     assert second.ended - (died - 20) - 0.01 <= whole_s <= time.time() - (died - 20) + 0.01
     assert (first.goodput["queue"], first.goodput["start_up"]) == pytest.approx((2.0, 8.0))
@@ -275,12 +259,12 @@ def test_slurm_says_how_long_a_job_has_waited(
     )
     allocation = Allocation(("here",), (1,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
-    start = journal.begin(JobRow("1", "RUNNING", submit_time=end + submit_s, start_time=end + start_s))
+    start = journal.start_times(JobRow("1", "RUNNING", submit_time=end + submit_s, start_time=end + start_s))
     assert start.since == pytest.approx(end)
     assert start.best_step == 7
     assert start.queue_s == pytest.approx(queue_s, abs=1e-3)
     assert start.ready == pytest.approx(time.time() if ready_s is None else end + ready_s, abs=1.0)
-    again = journal.begin(None)
+    again = journal.start_times(None)
     assert (again.submitted, again.queue_s) == (None, 0.0)
     assert again.ready == pytest.approx(time.time(), abs=1.0)
 
@@ -289,11 +273,8 @@ def test_the_first_step_is_dated_by_the_report_that_came_fastest(monkeypatch: py
     attempt = Attempt(1, 1000.0, Allocation(("here",), (1,), 1))
     for now, seconds in ((1013.0, 2.0), (1015.1, 5.0), (1030.0, 6.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        attempt.hear_progress(RunProgress(spent=spent(training=seconds)))
+        attempt.on_progress(RunProgress(spent=spent(training=seconds)))
     assert attempt.first_step == pytest.approx(1010.1)
-
-
-# ------------------------------------------------------------------------------------------------ through the commands
 
 
 def test_the_list_of_all_runs_tells_no_times(tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The guard, in processes of its own. It forks, and its signal handlers must not stay with the test runner."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -80,11 +78,16 @@ def test_deaths_between_which_the_run_gets_on_are_not_counted_together(tmp_path:
     assert len(list(tmp_path.glob("started-*"))) == 5 + 2
 
 
-def test_signals_are_handed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_signals_are_handed_on_and_a_supervisor_that_dies_of_one_stays_dead(
+    tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    """SIGTERM is Slurm's, at the end of the job."""
     guard = start(tmp_path, WAITS)
     wait_for((tmp_path / "ready").exists, 20, "the supervisor")
-    guard.send_signal(signal.SIGUSR1)
-    assert guard.wait(20) == 75
+    guard.send_signal(sent)
+    assert guard.wait(20) == code
+    assert len(list(tmp_path.glob("started-*"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,14 +107,6 @@ def test_a_signal_that_comes_too_early_is_not_lost(tmp_path: Path, body: str, st
     guard.send_signal(signal.SIGUSR1)
     (tmp_path / "sent").touch()
     assert guard.wait(20) == 75
-
-
-def test_a_supervisor_that_dies_of_slurms_end_of_the_job_stays_dead(tmp_path: Path) -> None:
-    guard = start(tmp_path, WAITS)
-    wait_for((tmp_path / "ready").exists, 20, "the supervisor")
-    guard.send_signal(signal.SIGTERM)
-    assert guard.wait(20) == 128 + signal.SIGTERM
-    assert len(list(tmp_path.glob("started-*"))) == 1
 
 
 def test_the_supervisor_dies_with_its_guard(tmp_path: Path) -> None:

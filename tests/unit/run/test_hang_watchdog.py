@@ -1,14 +1,12 @@
 """Which reports count as progress, and how long there may be none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from toolkit.hang import START_SHARE, STUCK_SHARE, Watchdog
-from toolkit.nodes.agent.reports import LONGEST_LOOK_S, SILENT_S, NodeProgress, RankReport, Standing
+from toolkit.nodes.agent.reports import LONGEST_LOOK_S, SILENT_S, NodeProgress, RankProgress, RankReport
 
 TIMEOUT_S = 100.0
 #: A node tells each second, and a look is half a second.
@@ -32,7 +30,7 @@ class Attempt:
     def say(self, *ranks: int, doing: str = "in a step", done: int | None = None, count: int = 0) -> None:
         for rank in ranks:
             self.reports[rank] = RankReport(1, rank, doing, done, count)
-            self.nodes[rank].hear(self.reports[rank])
+            self.nodes[rank].on_report(self.reports[rank])
 
     def pass_s(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> float | None:
         """Let time pass while the reports are repeated.
@@ -45,7 +43,7 @@ class Attempt:
             self.now += 0.5
             meanwhile()
             for rank in self.alive & self.reports.keys():
-                self.nodes[rank].hear(self.reports[rank])
+                self.nodes[rank].on_report(self.reports[rank])
             if self.now % 1 == 0:
                 self.tell()
             if self.dog.is_stuck():
@@ -54,40 +52,41 @@ class Attempt:
 
     def tell(self) -> None:
         for number, node in enumerate(self.nodes):
-            digest = node.digest()
+            digest = node.summarize()
             if digest is not None:
-                self.dog.hear(f"node{number}", digest)
+                self.dog.on_report(f"node{number}", digest)
 
-    def standings(self) -> list[Standing]:
-        return [standing for rank, node in enumerate(self.nodes) if (standing := node.standing(1, rank))]
+    def rank_progress(self) -> list[RankProgress]:
+        return [progress for rank, node in enumerate(self.nodes) if (progress := node.of_rank(1, rank))]
 
     def trains(self, step: int = 10) -> None:
         self.say(*self.alive, done=step)
 
 
-def test_ranks_that_only_repeat_themselves_are_stuck_after_half_the_timeout() -> None:
-    attempt = Attempt()
+@pytest.fixture
+def attempt() -> Attempt:
+    return Attempt()
+
+
+def test_ranks_that_only_repeat_themselves_are_stuck_after_half_the_timeout(attempt: Attempt) -> None:
     attempt.trains()
     assert attempt.pass_s(200) == pytest.approx(STUCK_S, abs=TOLD_S)
 
 
-def test_before_the_first_step_ranks_have_more_time_but_less_than_torchs_timeout() -> None:
-    attempt = Attempt()
+def test_before_the_first_step_ranks_have_more_time_but_less_than_torchs_timeout(attempt: Attempt) -> None:
     attempt.say(0, 1, 2, doing="priming")
     bitten = attempt.pass_s(200)
     assert bitten == pytest.approx(START_S, abs=TOLD_S)
     assert bitten < TIMEOUT_S
 
 
-def test_an_attempt_of_which_nobody_is_ever_heard_is_stuck_too() -> None:
-    attempt = Attempt()
+def test_an_attempt_of_which_nobody_is_ever_heard_is_stuck_too(attempt: Attempt) -> None:
     assert attempt.pass_s(200) == pytest.approx(START_S, abs=TOLD_S)
     assert attempt.dog.nodes == {}
 
 
 @pytest.mark.parametrize("what", ["step", "count", "phase"])
-def test_one_rank_that_gets_on_is_enough(what: str) -> None:
-    attempt = Attempt()
+def test_one_rank_that_gets_on_is_enough(attempt: Attempt, what: str) -> None:
     attempt.trains()
     moments = iter(range(10_000))
 
@@ -103,8 +102,7 @@ def test_one_rank_that_gets_on_is_enough(what: str) -> None:
     assert attempt.pass_s(500, gets_on) is None
 
 
-def test_a_rank_that_goes_round_in_circles_gets_nowhere() -> None:
-    attempt = Attempt()
+def test_a_rank_that_goes_round_in_circles_gets_nowhere(attempt: Attempt) -> None:
     attempt.trains()
     moments = iter(range(10_000))
     circle = ["in a step", "waiting for data", "saving a checkpoint"]
@@ -112,28 +110,25 @@ def test_a_rank_that_goes_round_in_circles_gets_nowhere() -> None:
     assert bitten == pytest.approx(STUCK_S, abs=3)
 
 
-def test_a_rank_that_stands_still_beside_others_is_noticed_when_these_wait_for_it() -> None:
-    attempt = Attempt()
+def test_a_rank_that_stands_still_beside_others_is_noticed_when_these_wait_for_it(attempt: Attempt) -> None:
     attempt.trains()
     counts = iter(range(10_000))
     assert attempt.pass_s(80, lambda: attempt.say(0, 2, doing="evaluating", done=10, count=next(counts))) is None
     assert attempt.pass_s(200) == pytest.approx(STUCK_S, abs=TOLD_S)
-    still = {standing.rank: standing.still_s for standing in attempt.standings()}
+    still = {progress.rank: progress.still_s for progress in attempt.rank_progress()}
     assert still[1] == pytest.approx(80 + STUCK_S, abs=TOLD_S)
     assert still[0] == still[2] == pytest.approx(STUCK_S, abs=TOLD_S)
 
 
-def test_who_waits_is_told_from_who_is_silent() -> None:
-    attempt = Attempt()
+def test_who_waits_is_told_from_who_is_silent(attempt: Attempt) -> None:
     attempt.trains()
     attempt.alive = {0, 2}
     attempt.pass_s(SILENT_S + 1)
-    assert [standing.is_silent for standing in attempt.standings()] == [False, True, False]
+    assert [progress.is_silent for progress in attempt.rank_progress()] == [False, True, False]
 
 
-def test_the_time_in_which_the_supervisor_was_stopped_itself_does_not_count() -> None:
+def test_the_time_in_which_the_supervisor_was_stopped_itself_does_not_count(attempt: Attempt) -> None:
     """The job was suspended for an hour. The ranks report right after it."""
-    attempt = Attempt()
     attempt.trains()
     attempt.pass_s(STUCK_S / 2)
     attempt.now += 3600

@@ -1,7 +1,5 @@
 """A project with a module that a job needs from elsewhere is refused by its name before anything is queued."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -70,4 +68,4 @@ print(*{name.partition(".")[0] for name in sys.modules} & sys.stdlib_module_name
     early = subprocess.run([sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True)
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     missing = {*loaded.stdout.split()} - {*early.stdout.split()} - {*sys.builtin_module_names}
-    assert {name for name in missing - snapshot.needed_elsewhere() if not name.startswith("_")} == set()
+    assert {name for name in missing - snapshot.job_imports() if not name.startswith("_")} == set()

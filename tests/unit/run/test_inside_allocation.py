@@ -3,8 +3,6 @@
 The run that its job serves, and the process that the script becomes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -273,15 +271,17 @@ def test_an_array_element_goes_on_with_its_own_run() -> None:
     assert served(enter(SLURM_RESTART_COUNT=1, **ELEMENT)).path == second.path != first.path
 
 
-def test_outside_an_allocation_it_says_what_is_missing() -> None:
-    del os.environ["SLURM_JOB_ID"]
-    with pytest.raises(RequestError, match="SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"):
-        inside_allocation.supervise("mine.yaml", [])
-
-
-def test_on_the_login_node_of_an_allocation_it_says_how_to_come_to_a_node() -> None:
-    del os.environ["SLURMD_NODENAME"]
-    with pytest.raises(RequestError, match=r"is no node of job 41.*`srun --interactive --preserve-env --pty bash`"):
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("SLURM_JOB_ID", "SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"),
+        ("SLURMD_NODENAME", r"is not a node of job 41.*`srun --interactive --preserve-env --pty bash`"),
+    ],
+    ids=["outside of an allocation", "on the login node of one"],
+)
+def test_where_no_rank_can_start_it_says_what_is_missing_and_how_to_come_to_a_node(missing: str, says: str) -> None:
+    del os.environ[missing]
+    with pytest.raises(RequestError, match=says):
         inside_allocation.supervise("mine.yaml", [])
     assert rundir.all_runs() == []
 
@@ -302,9 +302,6 @@ def test_sources_that_cannot_be_copied_leave_no_run_behind(tmp_path: Path, monke
     assert list((tmp_path / "runs").glob("*/*")) == []
 
 
-# ------------------------------------------------------------------------------------------- the second time around
-
-
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Return a list of the runs for which a supervisor is started."""
@@ -322,9 +319,9 @@ def test_what_the_batch_script_became_supervises_and_tells_no_child_to(supervise
 
 
 def test_a_foreign_script_has_no_copy_to_run_from_and_is_supervised_right_here(
+    run: RunDir,
     supervised: list[tuple[str, str]],
 ) -> None:
-    run = rundir.create("script")
     inside_allocation.enter(lambda allocation: run)
     assert supervised == [(str(run.path), "slurm")]
 

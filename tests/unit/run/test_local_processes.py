@@ -1,7 +1,5 @@
 """The processes of a run without Slurm: which one a file means, and what is done where that cannot be seen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,11 +21,11 @@ from toolkit.files.run_files import OwnerRecord, RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.rank import main as rank
-from toolkit.run.records import ownership, stop_request
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records import ownership, user_requests
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.submission import handle
 from toolkit.run.submission.handle import attach
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 from toolkit.slurm import commands
 
 PLACE = ProcessIdentity.of(os.getpid()).birth.rpartition(":")[0]
@@ -43,9 +41,9 @@ def make_run(root: Path, **status: object) -> RunDir:
 
 def owned_by(run: RunDir, pid: int, **changes: Any) -> OwnerRecord:
     """Make a process the supervisor of a local run."""
-    record = OwnerRecord(run.last_number() + 1, "token", "local", "", pid, time.time(), serves=True)
+    record = OwnerRecord(run.last_owner_number() + 1, "token", "local", "", pid, time.time(), serves=True)
     record = record.replace(**{**asdict(ProcessIdentity.of(pid)), **changes})
-    assert run.take_number(record.number)
+    assert run.claim_owner_number(record.number)
     run.write_owner(record)
     return record
 
@@ -98,7 +96,7 @@ def test_a_supervisor_that_ends_while_it_is_asked_to_stop_is_no_error(
     owned_by(run, os.getpid())
     monkeypatch.setattr(os, "kill", has_ended)
     attach(run).stop()
-    assert stop_request.asked(run) is Intent.STOP
+    assert user_requests.read_intent(run) is Intent.STOP
 
 
 @pytest.mark.parametrize("birth", ["another-boot:1:2", f"{PLACE}:2"])
@@ -114,9 +112,6 @@ def test_a_process_that_got_the_pid_of_a_dead_supervisor_is_left_alone(tmp_path:
         finally:
             stranger.kill()
     assert attach(run).wait(5)["state"] == "cancelled"
-
-
-# ------------------------------------------------------------------------------------------- ranks without a supervisor
 
 
 def begin(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -143,7 +138,7 @@ def test_a_rank_alone_begins_no_run_that_another_process_has(tmp_path: Path, mon
             before = owned_by(run, process.pid, **serves)
             with pytest.raises(RequestError, match=r"two would write its files|being submitted"):
                 begin(run, monkeypatch)
-            assert run.last_number() == before.number
+            assert run.last_owner_number() == before.number
             with pytest.raises(RequestError, match=r"Ctrl-C|toolkit cancel|being submitted"):
                 resume(run)
         with pytest.raises(RequestError, match=f"its rank 0 is process {process.pid} here"):
@@ -268,6 +263,4 @@ def test_a_run_of_this_process_is_over_when_its_handle_is_there(
     run = make_run(tmp_path, state="queued")
     sent = ownership.submit_as(run, "debug", ownership.take(run, 0))
     assert begin(run, monkeypatch) == sent.number + 1
-    owner = run.owner()
-    assert owner is not None
-    assert (owner.token, attach(run).is_over()) == (sent.token, True)
+    assert (run.owner().token, attach(run).is_over()) == (sent.token, True)

@@ -1,6 +1,4 @@
-"""Nodes that die together with their supervisor. The next supervisor goes on without them, or has the job requeued."""
-
-from __future__ import annotations
+"""Nodes that die with their supervisor. The next supervisor continues without them, or has the job requeued."""
 
 import os
 import socket
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 
 from tests.process_limits import ChangeLimits
-from tests.unit.run.test_supervisor import quick  # noqa: F401
-from tests.unit.run.test_supervisor_nodes import ALLOCATION, leave, run, slurm  # noqa: F401
+from tests.unit.run.test_supervisor_nodes import ALLOCATION, leave
 from toolkit.base.errors import EXIT_STOPPED
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
-from toolkit.nodes.agent.link import AuthenticatedLink
 from toolkit.nodes.agent.messages import (
     AgentHere,
     LeaveOrder,
@@ -28,11 +24,14 @@ from toolkit.nodes.agent.messages import (
     StoreOutput,
 )
 from toolkit.nodes.agent.reports import RankReport
-from toolkit.nodes.start.agent_launcher import AgentLauncher
+from toolkit.nodes.agent.wire_protocol import AuthenticatedConnection
 from toolkit.nodes.start.agents import Agents, Endpoint, OnFailure
+from toolkit.nodes.start.launcher import AgentLauncher
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job import slurm_job
 from toolkit.run.supervise.supervisor import Supervisor
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 ATTEMPT = 3
 
@@ -42,7 +41,7 @@ class Node:
 
     def __init__(self, at: Endpoint, host: str, *, start: int = 0, again: bool = False) -> None:
         """Connect to the supervisor. ``again``: one that was killed had started the agent."""
-        self._link = AuthenticatedLink(at.secret, "agent")
+        self._link = AuthenticatedConnection(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
         self.say(AgentHere(host, start, again))
@@ -105,8 +104,8 @@ class Starter:
 @pytest.mark.parametrize("used", [["node1", "node2"], ["node3", "node2"]], ids=" ".join)
 @pytest.mark.parametrize("fewer", [True, False])
 def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
-    run: RunDir,  # noqa: F811
-    slurm: FakeSlurm,  # noqa: F811
+    run: RunDir,
+    slurm: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
     change_limits: ChangeLimits,
     fewer: bool,
@@ -121,10 +120,10 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     config = JobConfig()
     config.cluster.spare_nodes, config.retry.allow_fewer_nodes = 1, fewer
     config.cluster.preflight = False
-    endpoint = Endpoint.open(run, ALLOCATION.hosts, os.environ)
+    endpoint = Endpoint.listen(run, ALLOCATION.hosts, os.environ)
     agents = Agents(run, ALLOCATION, Starter(dead), endpoint)
     launcher = AgentLauncher(run, ALLOCATION, agents)
-    open_links, prepare = launcher.open, launcher.prepare
+    open_links, prepare = launcher.listen, launcher.start_agents
     came: list[Node] = []
 
     def opened(*arguments: Any) -> None:
@@ -143,15 +142,13 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
             for node in came:
                 node.die()
 
-    monkeypatch.setattr(launcher, "open", opened)
-    monkeypatch.setattr(launcher, "prepare", prepared)
+    monkeypatch.setattr(launcher, "listen", opened)
+    monkeypatch.setattr(launcher, "start_agents", prepared)
     code = Supervisor(run, config, ALLOCATION, launcher, slurm, agents).run("killed")
     endpoint.listening.close()
     has_enough = fewer or len(dead) == 1
     assert code == (0 if has_enough else EXIT_STOPPED)
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.restarts == (not has_enough)
+    assert slurm.show_job("1").restarts == (not has_enough)
     assert run.attempts()[0].attempt == ATTEMPT
     if has_enough:
         assert run.attempts()[-1].cause == "completed"

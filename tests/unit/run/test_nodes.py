@@ -1,7 +1,5 @@
 """The nodes on which an attempt runs."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -10,20 +8,14 @@ import pytest
 
 from toolkit.base import fsio
 from toolkit.base.errors import RequestError
-from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import RankFailure
+from toolkit.run.attempt.verdict import RankFailure
 from toolkit.run.job import nodes
 from toolkit.run.job.nodes import BadNode, Nodes
 
 HOSTS = ("a", "b", "c", "d")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return rundir.create("test", tmp_path)
 
 
 def pool(run: RunDir, spare: int = 1, *, allow_fewer: bool = False) -> Nodes:
@@ -44,7 +36,6 @@ def test_spares_are_kept_for_later_and_then_stand_in_at_the_lost_nodes_place(run
     assert hosts(of) == ("a", "b", "c")
     of.condemn("b", "no answer")
     plan = of.plan()
-    assert plan is not None
     assert (plan.hosts, plan.world_size, plan.job_id) == (("a", "d", "c"), 6, "7")
 
 
@@ -62,15 +53,6 @@ def test_fewer_nodes_are_used_when_that_is_allowed_down_to_one(run: RunDir) -> N
         assert hosts(of) == tuple(left)
     of.condemn("b", "x")
     assert hosts(of) is None
-
-
-def test_a_node_that_ends_two_attempts_is_replaced(run: RunDir) -> None:
-    of = pool(run)
-    of.suspect("a", 1)
-    assert hosts(of) == ("a", "b", "c")
-    of.suspect("a", 2)
-    assert hosts(of) == ("d", "b", "c")
-    assert nodes.remembered(run)["a"].why == "ended 2 attempts"
 
 
 def test_a_suspected_node_that_nothing_can_replace_is_used_on_but_remembered(run: RunDir) -> None:
@@ -105,10 +87,10 @@ def test_bad_nodes_that_cannot_be_read_are_unknown_and_the_run_goes_on(
     of = pool(run)
     assert f"{path} cannot be read: Input/output error" in caplog.text
     assert hosts(of) == ("a", "b", "c")
-    assert of.given_up(0.0) == set()
+    assert of.newly_bad(0.0) == set()
     of.condemn("c", "no answer")  # this job knows it, and the file keeps what it has
     assert hosts(of) == ("a", "b", "d")
-    assert "nodes.json: c is not noted: " in caplog.text
+    assert "nodes.json: c is not recorded: " in caplog.text
     monkeypatch.undo()
     assert [*nodes.remembered(run)] == ["b"]
 
@@ -126,7 +108,7 @@ def test_a_spare_replaces_a_node_of_its_own_shape_only(run: RunDir) -> None:
     assert hosts(of) == ("a", "b", "c")
     assert of.dispensable(["a", "b", "d"]) == {"b", "d"}
     of.note(sick={"a": "hot", "b": "hot"}, drained={})
-    assert [*of.to_leave(["a", "b", "c"], HOSTS)] == ["b"]
+    assert [*of.replaceable(["a", "b", "c"], HOSTS)] == ["b"]
     of.condemn("b", "no answer")
     assert hosts(of) == ("a", "d", "c")
     of.condemn("a", "no answer")
@@ -146,15 +128,12 @@ def test_without_its_only_node_of_a_shape_a_run_goes_on_with_fewer(run: RunDir) 
 )
 def test_spares_that_cannot_be_are_refused(tasks: tuple[int, ...], spare: int, words: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
-        Allocation(("a", "b"), tasks, 1).without(spare)
+        Allocation(("a", "b"), tasks, 1).without_spares(spare)
     assert all(word in str(caught.value) for word in words)
 
 
-# ----------------------------------------------------------------------------------------------- drained and sick nodes
-
-
 def leaving(of: Nodes, at_work: str = "abc", silent: str = "") -> dict[str, str]:
-    return {host: bad.why for host, bad in of.to_leave([*at_work], set(HOSTS) - {*silent}).items()}
+    return {host: bad.why for host, bad in of.replaceable([*at_work], set(HOSTS) - {*silent}).items()}
 
 
 def test_a_drained_or_sick_node_is_left_for_a_good_spare(run: RunDir) -> None:
@@ -165,7 +144,7 @@ def test_a_drained_or_sick_node_is_left_for_a_good_spare(run: RunDir) -> None:
     assert leaving(of) == {"a": "no room on /tmp"}
     of.condemn("a", "no room on /tmp")
     assert hosts(of) == ("b", "c", "d")
-    assert (leaving(of), of.ailing) == ({}, {})
+    assert (leaving(of), of.degraded) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -184,7 +163,7 @@ def test_without_a_good_spare_no_node_is_left(run: RunDir, what: str) -> None:
         of.condemn("d", "lost")
     of.note(sick=sick, drained=drained)
     assert leaving(of, "abcd" if what == "none" else "abc", "d" if what == "silent" else "") == {}
-    assert of.ailing["b"].why == "hot"
+    assert of.degraded["b"].why == "hot"
 
 
 def test_a_doubtful_spare_will_do_and_without_one_all_keep_their_places(run: RunDir) -> None:

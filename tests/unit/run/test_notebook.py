@@ -1,7 +1,5 @@
 """A run in a notebook: its display, and `await run`."""
 
-from __future__ import annotations
-
 import asyncio
 from html.parser import HTMLParser
 from pathlib import Path

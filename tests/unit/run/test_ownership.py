@@ -1,7 +1,5 @@
 """Which job owns a run: follow-up jobs, an earlier submission's jobs, two jobs at once."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -11,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +27,10 @@ from toolkit.base.errors import (
     DamagedFileError,
     JobFailedError,
     RequestError,
+    RunLockedError,
     SlurmError,
-    TakenError,
 )
-from toolkit.cli import run_facts, show
+from toolkit.cli import run_facts, run_rows
 from toolkit.cli.main import main
 from toolkit.cli.run_rows import RunRow
 from toolkit.config import JobConfig
@@ -40,16 +38,16 @@ from toolkit.files import rundir
 from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.plugins.testing.fake_slurm import FakeSlurm, Sent
+from toolkit.plugins.testing.fake_slurm import CancelCall, FakeSlurm
 from toolkit.run.job.nodes import Nodes, remembered
-from toolkit.run.job.slurm_job import JobFate
-from toolkit.run.records import ownership, stop_request
+from toolkit.run.job.slurm_job import JobOutcome
+from toolkit.run.records import ownership, user_requests
 from toolkit.run.records.ownership import Claim, Overtaken
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.submission import executors, handle, submit
 from toolkit.run.submission.handle import Run, attach
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
 
@@ -62,7 +60,6 @@ def slurm(monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits) -> FakeS
     slurm = FakeSlurm(preempt_mode="CANCEL")
     for module in (executors, handle, commands):
         monkeypatch.setattr(module, "Slurm", lambda: slurm)
-    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
     monkeypatch.setattr(
         executors, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["--no-requeue", "job.sh"])
     )
@@ -88,21 +85,24 @@ def allocation(job: str | None) -> Allocation:
 
 
 def token_of(run: RunDir) -> str:
-    owner = run.owner()
-    assert owner is not None
-    return owner.token
+    return run.owner().token
 
 
 def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
     """Start the job: its supervisor takes the run and submits the second follow-up job."""
     slurm.start(job)
     claim = Claim.of_job(run, allocation(job), token_of(run))
-    nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
-    JobRequeue(run, allocation(job), slurm, nodes).prepare(slurm.show_job(job), Settings(), claim)
+    prepare(claim, run, slurm, job)
     run.write_status(
         RunStatus.from_json({"state": "running", "job_id": job, "attempt": 1, "updated": 0.0, "progress": {}})
     )
     return claim
+
+
+def prepare(claim: Claim, run: RunDir, slurm: FakeSlurm, job: str) -> JobRequeue:
+    requeue = JobRequeue(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
+    requeue.prepare(slurm.show_job(job), Settings(), claim)
+    return requeue
 
 
 def preempted(run: RunDir, slurm: FakeSlurm) -> None:
@@ -115,11 +115,8 @@ def preempted(run: RunDir, slurm: FakeSlurm) -> None:
 
 
 def row_of(run: RunDir) -> RunRow:
-    (row,) = show.status_rows([run])
+    (row,) = run_rows.status_rows([run])
     return row
-
-
-# ------------------------------------------------------------------------------- a request while Slurm ends the job
 
 
 @pytest.mark.parametrize(("how", "state"), [("cancel", "cancelled"), ("stop", "stopped")])
@@ -144,12 +141,8 @@ def test_a_run_that_is_ended_while_slurm_requeues_its_job_has_a_result(
     monkeypatch.setattr(time, "sleep", lambda _: slurm.advance(1))
     assert main([how, run.id]) == EXIT_DONE
     result = run.result()
-    assert result is not None
-    assert (result.state, result.why) == (state, f"{state} while it waited to go on")
+    assert (result.state, result.why) == (state, f"{state} while it waited to continue")
     assert all(row.is_over for row in slurm.user_jobs())
-
-
-# ----------------------------------------------------------------------------------------------- sbatch that hangs
 
 
 def late(
@@ -185,14 +178,11 @@ def test_a_resume_whose_sbatch_hangs_leaves_the_run_to_the_one_that_came_after(
         return sent[0]
 
     late(monkeypatch, change_limits, run, slurm, end)
-    with pytest.raises((SlurmError, TakenError)):
+    with pytest.raises((SlurmError, RunLockedError)):
         resume(run, ["train.epochs=5"])
     owner = run.owner()
-    assert owner is not None
-    assert (owner.number, run.last_number(), run.result(), stop_request.asked(run)) == (3, 3, None, None)
-    second = run.submission()
-    assert second is not None
-    assert second.token == owner.token
+    assert (owner.number, run.last_owner_number(), run.result(), user_requests.read_intent(run)) == (3, 3, None, None)
+    assert run.submission().token == owner.token
     assert (run.status().state, configs.load_config(run.config, site=False).train.epochs) == ("queued", 7)
     assert all(row.state == "CANCELLED" for row in slurm.user_jobs() if row.job_id in sent)
     assert not attach(run).is_over()
@@ -230,9 +220,6 @@ def test_a_job_whose_run_cannot_be_read_after_its_submission_is_cancelled(
     assert [row.state for row in slurm.user_jobs() if row.job_id in sent] == ["CANCELLED"]
 
 
-# ------------------------------------------------------------------------------------------------------ follow-up jobs
-
-
 def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
     preempted(run, slurm)
     row = row_of(run)
@@ -267,9 +254,9 @@ def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: F
     start(run, slurm, "2")
     assert attach(run).job_now == "2"
     attach(run).stop()
-    assert slurm.sent == [Sent("4"), Sent("3")]
+    assert slurm.sent == [CancelCall("4"), CancelCall("3"), CancelCall("2", signal="CONT", batch=True)]
     attach(run).cancel()
-    assert slurm.sent[2:] == [Sent("4"), Sent("3"), Sent("2")]
+    assert slurm.sent[3:] == [CancelCall("4"), CancelCall("3"), CancelCall("2")]
     assert run.result() is None  # its supervisor writes it
 
 
@@ -295,24 +282,46 @@ def test_a_resume_uses_the_nodes_again_that_its_last_job_had_given_up(run: RunDi
 def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:
     job = slurm.sbatch(["job.sh"])  # may be requeued
     slurm.start(job)
-    row = slurm.show_job(job)
-    assert row is not None
-    assert row.can_requeue
+    assert slurm.show_job(job).can_requeue
     claim = Claim.of_job(run, allocation(job), token_of(run))
-    nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
-    first = JobRequeue(run, allocation(job), slurm, nodes)
-    first.prepare(row, Settings(), claim)
+    first = prepare(claim, run, slurm, job)
     assert claim.owner.follow_ups == ("4", "5")
     assert [waits_for(slurm, job) for job in claim.owner.follow_ups] == ["afterany:3", "afterany:3:4"]
-    assert first.requeue() is JobFate.REQUEUED
+    assert first.bring_back() is JobOutcome.REQUEUED
     again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
-    JobRequeue(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
+    prepare(again, run, slurm, job)
     assert again.owner.follow_ups == ("4", "5")
     assert len(slurm.submitted) == 5
     slurm.cancel("4")
-    assert first.requeue() is JobFate.REQUEUED  # by itself: no follow-up job is left
-    assert slurm.sent[-2:] == [Sent("4"), Sent("5")]
+    assert first.bring_back() is JobOutcome.REQUEUED  # by itself: no follow-up job is left
+    assert slurm.sent[-2:] == [CancelCall("4"), CancelCall("5")]
     assert slurm.show_job(job).state == "PENDING"
+
+
+@pytest.mark.parametrize("first", ["the job", "the login node"])
+def test_a_job_that_starts_before_its_follow_up_job_is_recorded_has_two_in_all(
+    tmp_path: Path, run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Of three, two would start at the end of the job, and one of them would take the run from the other."""
+    sbatch, claims = slurm.sbatch, list[Claim]()
+
+    def starts_at_once(arguments: Sequence[str]) -> str:
+        job = sbatch(arguments)
+        if job == "4":  # the follow-up job of job 3
+            (other,) = {*(tmp_path / "runs/own").iterdir()} - {run.path}
+            slurm.start("3")
+            claims.append(Claim.of_job(RunDir(other), allocation("3"), token_of(RunDir(other))))
+            if first == "the job":
+                prepare(claims[0], RunDir(other), slurm, "3")
+        return job
+
+    monkeypatch.setattr(slurm, "sbatch", starts_at_once)
+    other = submit.submit("own.yaml", executor="slurm").dir
+    if first == "the login node":
+        prepare(claims[0], other, slurm, "3")
+    pending = [job for job in slurm.submitted if slurm.show_job(job).state == "PENDING"]
+    assert ownership.jobs_of(other) == (["3", "5", "6"] if first == "the job" else ["3", "4", "5"])
+    assert pending == ["1", "2", *ownership.jobs_of(other)[1:]]
 
 
 def waits_for(slurm: FakeSlurm, job: str) -> str:
@@ -353,24 +362,19 @@ def test_a_run_that_slurm_brings_back_is_submitted_without_a_follow_up_job(
 
 def test_without_requeue_and_follow_up_job_a_job_does_not_ask_to_be_requeued(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.start("1")
-    job_requeue = JobRequeue(run, allocation("1"), slurm, Nodes(run, allocation("1"), spare=0, allow_fewer=False))
-    job_requeue.prepare(slurm.show_job("1"), Settings(), Claim.of_job(run, allocation("1"), token_of(run)))
+    job_requeue = prepare(Claim.of_job(run, allocation("1"), token_of(run)), run, slurm, "1")
     slurm.cancel("2")
     slurm.preempt("1", grace_s=30)
-    assert job_requeue.requeue() is JobFate.PREEMPTED  # and not after a minute of refusals
+    assert job_requeue.bring_back() is JobOutcome.PREEMPTED  # and not after a minute of refusals
 
 
 def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, slurm: FakeSlurm) -> None:
     """Slurm would put it back for its exit code. The follow-up jobs would wait for its end for ever."""
     job = slurm.sbatch(["--requeue=expedite", "job.sh"])
     slurm.start(job)
-    job_requeue = JobRequeue(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
-    job_requeue.prepare(slurm.show_job(job), Settings(), Claim.of_job(run, allocation(job), token_of(run)))
+    prepare(Claim.of_job(run, allocation(job), token_of(run)), run, slurm, job)
     slurm.finish(job, exit_code=1)
     assert slurm.show_job(job).state == "FAILED"
-
-
-# --------------------------------------------------------------------------------------------------- whose the run is
 
 
 def test_a_job_of_an_earlier_submission_finds_the_run_taken_and_leaves_it(run: RunDir, slurm: FakeSlurm) -> None:
@@ -444,7 +448,7 @@ def test_a_resume_in_the_midst_of_another_is_refused(
         monkeypatch.setattr(RunDir, method, write)
         for before in (lambda: None, lambda: write(self, *args)):
             before()
-            with pytest.raises(RequestError, match=r"is being (submitted|resumed by somebody else) at this moment"):
+            with pytest.raises(RequestError, match=r"is (being submitted at this moment|already being resumed)"):
                 resume(run, executor="slurm")
 
     monkeypatch.setattr(RunDir, method, write_beside)
@@ -458,6 +462,39 @@ def test_of_two_attempts_at_once_one_holds_the_run(run: RunDir) -> None:
         claim.owner = claims[0].owner
     answers = at_once(*[claim.renew for claim in claims])
     assert sum(isinstance(answer, Overtaken) for answer in answers) >= 1
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_many_that_take_one_number_one_gets_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
+    assert at_once(*[lambda: run.claim_owner_number(7)] * 8).count(True) == 1
+    assert (run.path / "owners/7").read_text().split()[1] == str(os.getpid())
+    assert not list((run.path / "owners").glob(".*"))
+
+
+@pytest.mark.parametrize("call", ["link", "unlink"])
+def test_an_attempt_goes_on_whose_number_was_given_out_without_an_answer(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, call: str
+) -> None:
+    change_limits(retry_every_s=0.0)
+    claim, plain = Claim.of_job(run, allocation("1"), token_of(run)), getattr(os, call)
+    lost: list[object] = []
+
+    def without_an_answer(*paths: Any, **options: Any) -> None:
+        plain(*paths, **options)
+        if not lost:
+            lost.append(paths)
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, without_an_answer)
+    before = claim.owner.number
+    claim.renew()
+    assert lost
+    assert (claim.owner.number, claim.holds()) == (before + 1, True)
+    assert not run.claim_owner_number(before + 1)  # another process, and another attempt of this one
 
 
 def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
@@ -476,7 +513,7 @@ def test_a_resume_that_fails_on_a_full_disk_once_queued_leaves_the_run_as_it_was
 ) -> None:
     """Nothing can be written then, not even to put the run back."""
     attach(run).cancel()
-    names = ("owner.json", "status.json", "intent.json", "result.json")
+    names = ("owner.json", "status.json", "requests/intent.json", "result.json")
     before = {name: (run.path / name).read_text() for name in names}
     send = executors._send_to_slurm
 
@@ -528,8 +565,8 @@ def no_space(fd: int) -> None:
 
 def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, change_limits: ChangeLimits) -> None:
     attach(run).cancel()
-    run.take_number(ownership.number_of(run) + 1)  # and nothing more
-    with pytest.raises(RequestError, match="being resumed by somebody else"):
+    run.claim_owner_number(ownership.number_of(run) + 1)  # and nothing more
+    with pytest.raises(RequestError, match="already being resumed"):
         resume(run, executor="slurm")
     change_limits(submitting_s=0.0)
     assert resume(run, executor="slurm").job_id == "3"
@@ -543,7 +580,7 @@ def test_who_died_here_while_it_resumed_a_run_holds_nobody_up_at_all(run: RunDir
     (run.path / "owners" / str(taken)).write_text(f"{socket.gethostname()} {2**22 + 1}")
     if has_owned:  # it has submitted the run since `before` was read, and has ended
         ownership.submit_as(run, "slurm", taken)
-        with pytest.raises(RequestError, match="being resumed by somebody else"):
+        with pytest.raises(RequestError, match="already being resumed"):
             ownership.take(run, before)
     else:
         assert resume(run, executor="slurm").job_id == "3"
@@ -562,12 +599,12 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     """There may be a job or none. If there is one, it finds that it is not wanted, or does not own the run."""
     attach(run).cancel()
     run.clear_result()
-    stop_request.clear(run)
+    user_requests.clear_intent(run)
     taken = ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run)))
     dead = taken.replace(pid=2**22 + 1)
     run.write_owner(dead)
     attach(run).stop()
-    assert (run.result().state, stop_request.asked(run)) == ("stopped", Intent.STOP)
+    assert (run.result().state, user_requests.read_intent(run)) == ("stopped", Intent.STOP)
     run.clear_result()
     assert resume(run).job_id == "3"
     with pytest.raises(Overtaken):
@@ -575,12 +612,12 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
 
 
 def test_a_suspended_job_gets_no_signal(run: RunDir, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture) -> None:
-    """scancel would wait for the job to go on, until it is told to give up."""
+    """scancel would wait for the job to continue, until it is told to give up."""
     start(run, slurm, "1")
     slurm.suspend("1")
     attach(run).stop()
     assert not any(sent.signal for sent in slurm.sent)
-    assert (stop_request.asked(run), run.result()) == (Intent.STOP, None)
+    assert (user_requests.read_intent(run), run.result()) == (Intent.STOP, None)
     assert "the run stops when Slurm resumes it" in caplog.text
     assert row_of(run).state == "running (SUSPENDED)"
     attach(run).cancel()
@@ -594,9 +631,6 @@ def test_a_stop_ends_a_job_that_was_suspended_before_it_trained(run: RunDir, slu
     slurm.suspend("1")
     attach(run).stop()
     assert (run.result().state, slurm.show_job("1").state) == ("stopped", "CANCELLED")
-
-
-# ----------------------------------------------------------------------------------------------------- twice in a row
 
 
 def test_stop_cancel_and_resume_may_be_said_twice(
@@ -613,7 +647,7 @@ def test_stop_cancel_and_resume_may_be_said_twice(
     assert "cancel was asked for before" in said[3][1]
     assert "it can be resumed when it has ended" in said[4][1]
     assert "cancel was asked for before" in said[5][1]
-    assert stop_request.asked(run) is Intent.CANCEL
+    assert user_requests.read_intent(run) is Intent.CANCEL
     assert sorted(slurm.submitted) == ["1", "2", "3"]
     slurm.advance(1)
     assert row_of(run).state == "cancelled"
@@ -623,9 +657,6 @@ def test_stop_cancel_and_resume_may_be_said_twice(
         resume(run)
 
 
-# ------------------------------------------------------------------------------------------------------ other settings
-
-
 def completed(run: RunDir) -> None:
     run.write_result(RunResult.from_json({"state": "completed", "metrics": {}, "attempts": 1}))
 
@@ -633,7 +664,7 @@ def completed(run: RunDir) -> None:
 def test_a_completed_run_goes_on_to_more_epochs_when_the_job_is_submitted(run: RunDir, slurm: FakeSlurm) -> None:
     completed(run)
     old = run.config.read_text()
-    with pytest.raises(RequestError, match=r"train.epochs=N` goes on to more than its 3 epochs"):
+    with pytest.raises(RequestError, match=r"train.epochs=N` continues to more than its 3 epochs"):
         resume(run)
     assert main(["resume", run.id, "train.epochs=5", "optim.lr=0.25"]) == EXIT_DONE
     config = configs.load_config(run.config, site=False)
@@ -668,7 +699,7 @@ def test_the_job_that_starts_before_the_submission_knows_its_id_has_the_new_sett
         ("train.seed=7", "train.seed was 0, not 7"),
         ("name=other", "name was 'own', not 'other'"),
         ("optim.name=adamw", "optim.name was 'sgd', not 'adamw'"),
-        ("optim.rl=1", "unknown key 'optim.rl'"),
+        ("optim.rl=1", "optim.rl: unknown key"),
         ("data.global_batch_size=0", "data.global_batch_size"),
         ("train.epochs=2", "is completed"),
     ],
@@ -697,14 +728,11 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
         resume(run, ["train.epochs=5"])
     assert run.config.read_text() == old
     assert run.result().state == "completed"
-    assert stop_request.asked(run) is Intent.STOP
+    assert user_requests.read_intent(run) is Intent.STOP
     assert ownership.jobs_of(run) == ["1", "2", "3"]
     assert list(run.submitit.glob("config-*")) == []
     monkeypatch.setattr(executors, "_send_to_slurm", lambda *_: "9")
     assert resume(run, ["train.epochs=5"]).job_id == "9"
-
-
-# ---------------------------------------------------------------------------------------------------- files and pipes
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"number": "x"}', '{"number": 3}'])
@@ -726,14 +754,14 @@ def test_a_full_disk_does_not_cost_a_job_its_turn(
     asked = itertools.count()
 
     def on_a_full_disk(write: Callable[..., object]) -> Callable[..., object]:
-        def written(self: RunDir, value: object) -> object:
+        def written(self: RunDir, *values: object) -> object:
             if next(asked) % 3:
-                return write(self, value)
+                return write(self, *values)
             raise OSError(28, "No space left on device")
 
         return written
 
-    monkeypatch.setattr(RunDir, "take_number", on_a_full_disk(RunDir.take_number))
+    monkeypatch.setattr(RunDir, "claim_owner_number", on_a_full_disk(RunDir.claim_owner_number))
     monkeypatch.setattr(RunDir, "write_owner", on_a_full_disk(RunDir.write_owner))
     assert Claim.of_job(run, allocation("1"), token_of(run)).holds()
 

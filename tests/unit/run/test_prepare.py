@@ -1,7 +1,5 @@
 """The config in a run's folder has one meaning wherever, and whenever, it is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,4 +21,4 @@ def test_an_origin_by_name_is_the_run_that_had_it_when_this_one_was_made(
     config.model.init_from = "digits"
     kept = load_config(new_run(config, None).config, site=False).model.init_from
     assert kept == str(source.path)
-    assert origin.find(kept) == origin.Origin(origin.RUN, source.path)
+    assert origin.find(kept) == origin.WeightsOrigin(origin.RUN, source.path)

@@ -1,11 +1,9 @@
 """Bringing a job back, with a Slurm that refuses."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,27 +11,21 @@ from tests.process_limits import ChangeLimits
 from toolkit.base import outages
 from toolkit.base.errors import SlurmError, SlurmRefusedError, ToolkitError
 from toolkit.config import JobConfig
-from toolkit.files import rundir
 from toolkit.files.run_files import RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.job.nodes import BadNode, Nodes
-from toolkit.run.job.slurm_job import JobFate, fate_of_row
-from toolkit.run.records import stop_request
+from toolkit.run.job.slurm_job import JobOutcome, outcome_of_row
+from toolkit.run.records import user_requests
 from toolkit.run.records.ownership import Claim
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.requeue import requeue
 from toolkit.run.requeue.requeue import JobRequeue
 from toolkit.run.supervise import supervisor
-from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.entry import SupervisorKilledError
+from toolkit.run.supervise.entry import SupervisorCrashLoopError
+from toolkit.run.supervise.supervisor_components import Context
 from toolkit.slurm.jobs import JobRow
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return rundir.create("test", tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +33,12 @@ def quick(change_limits: ChangeLimits) -> None:
     change_limits(retry_every_s=0.01, ending_s=0.1)
 
 
-def requeued(run: RunDir, slurm: FakeSlurm) -> JobFate:
-    """Return the fate of a job that has just started and is requeued."""
+def requeued(run: RunDir, slurm: FakeSlurm) -> JobOutcome:
+    """Return the outcome of a job that has just started and is requeued."""
     job = slurm.sbatch(["job.sh"])
     slurm.start(job)
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
-    return JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False)).requeue()
+    return JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False)).bring_back()
 
 
 class CancelledMeanwhile(FakeSlurm):
@@ -72,20 +64,17 @@ class CancelledMeanwhile(FakeSlurm):
 def test_a_job_that_is_cancelled_before_its_requeue_stays_cancelled(run: RunDir, lost: int) -> None:
     """Before, a plain requeue brought it back, at once or at the next request."""
     slurm = CancelledMeanwhile(lost)
-    assert requeued(run, slurm) is JobFate.CANCELLED
+    assert requeued(run, slurm) is JobOutcome.CANCELLED
     row = slurm.show_job("1")
-    assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
 
 
 @pytest.mark.parametrize("wanted", list(Intent))
 def test_a_run_that_a_user_has_ended_is_not_requeued(run: RunDir, wanted: Intent) -> None:
-    stop_request.ask(run, wanted)
+    user_requests.record_intent(run, wanted)
     slurm = FakeSlurm()
-    assert requeued(run, slurm) is JobFate.CANCELLED
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.restarts == 0
+    assert requeued(run, slurm) is JobOutcome.CANCELLED
+    assert slurm.show_job("1").restarts == 0
 
 
 @pytest.mark.parametrize("failures", [1, 3])
@@ -98,8 +87,8 @@ def test_a_file_server_that_is_away_for_a_moment_does_not_prevent_a_requeue(
         if errors:
             raise errors.pop()
 
-    monkeypatch.setattr(stop_request, "asked", asked)
-    assert requeued(run, FakeSlurm()) is JobFate.REQUEUED
+    monkeypatch.setattr(user_requests, "read_intent", asked)
+    assert requeued(run, FakeSlurm()) is JobOutcome.REQUEUED
     assert not errors
 
 
@@ -113,12 +102,12 @@ def test_a_job_that_a_preemption_is_ending_is_requeued_all_the_same(run: RunDir)
             self.advance(0)
 
     slurm = Preempting(preempt_mode="CANCEL")
-    assert requeued(run, slurm) is JobFate.REQUEUED
+    assert requeued(run, slurm) is JobOutcome.REQUEUED
 
 
 def test_the_two_times_of_a_preemption_may_differ_by_a_second() -> None:
     row = JobRow(job_id="7", state="COMPLETING", start_time=-9.0, preempt_time=1.0, end_time=2.0)
-    assert fate_of_row(row, 0) is JobFate.PREEMPTED
+    assert outcome_of_row(row, 0) is JobOutcome.PREEMPTED
 
 
 class RefusesOnce(FakeSlurm):
@@ -139,7 +128,7 @@ class RefusesOnce(FakeSlurm):
 def test_a_refused_requeue_is_tried_again(run: RunDir, change_limits: ChangeLimits) -> None:
     change_limits(retry_every_s=0.01)
     slurm = RefusesOnce()
-    assert requeued(run, slurm) is JobFate.REQUEUED
+    assert requeued(run, slurm) is JobOutcome.REQUEUED
     assert slurm.refused == 2
 
 
@@ -150,7 +139,7 @@ def test_a_job_that_is_no_batch_job_is_asked_for_once(run: RunDir, caplog: pytes
         def requeue(self, job_id: str, *, if_running: bool = False) -> None:
             raise SlurmRefusedError("Only batch jobs are accepted or processed for job 1")
 
-    assert requeued(run, Refuses()) is JobFate.UNKNOWN
+    assert requeued(run, Refuses()) is JobOutcome.UNKNOWN
     assert caplog.text.count("the job cannot be requeued") == 1
 
 
@@ -174,9 +163,32 @@ def test_a_run_without_its_follow_up_job_ends_with_the_cause(
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
     ours = JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False))
     ours.prepare(slurm.show_job(job), slurm.settings(), Claim.of_job(run, allocation, None))
-    assert ours.requeue() is JobFate.RUNNING
-    assert "Slurm did not take it back (no follow-up job could be submitted: " in ours.not_taken_back
-    assert why in ours.not_taken_back
+    assert ours.bring_back() is JobOutcome.RUNNING
+    assert "Slurm did not take it back (no follow-up job could be submitted: " in ours.why_not_back
+    assert why in ours.why_not_back
+
+
+def test_a_follow_up_job_that_could_not_be_submitted_is_tried_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+) -> None:
+    """A controller that restarts when the job starts would cost the run its way back."""
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["--no-requeue", "job.sh"])
+    slurm.start(job)
+    for name, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    allocation = Allocation(("node1",), (1,), 1, job_id=job)
+    claim = Claim.of_job(run, allocation, None)
+    ours = JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm, "sbatch", Mock(side_effect=SlurmError("Unable to contact slurm controller")))
+        ours.prepare(slurm.show_job(job), slurm.settings(), claim)
+        assert not ours.is_due
+        change_limits(follow_up_every_s=0.0)
+        ours.prepare(slurm.show_job(job), slurm.settings(), claim)
+    assert ours.is_due
+    ours.prepare(slurm.show_job(job), slurm.settings(), claim)
+    assert (len(claim.owner.follow_ups), ours.is_due) == (2, False)
 
 
 def test_the_users_exclusions_stay_and_drained_nodes_are_left_to_slurm(run: RunDir) -> None:
@@ -217,7 +229,7 @@ def test_a_refusal_of_slurm_is_not_waited_out(change_limits: ChangeLimits) -> No
         raise SlurmRefusedError("no")
 
     change_limits(retry_every_s=0.0, give_up_after_s=0.1)
-    assert outages.ask(refuse, "x", 0.1) is None
+    assert outages.retry_slurm(refuse, "x", 0.1) is None
     assert len(calls) == 1
 
 
@@ -248,9 +260,8 @@ def test_a_first_component_that_was_started_alone_is_given_back_with_all_others(
     environ |= {"JOB_NODELIST_HET_GROUP_0": "n2", "JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
     for name, value in environ.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert requeue.give_back_if_half_started(run, slurm) is goes_back
+    assert requeue.bring_back_if_half_started(run, slurm) is goes_back
     row = slurm.show_job(job)
-    assert row is not None
     assert row.restarts == 1 + goes_back
 
 
@@ -262,13 +273,11 @@ def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_s
     slurm.start(job)
     for name, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}.items():
         monkeypatch.setenv(name, value)
-    error = SupervisorKilledError("the supervisor on node1 was killed by SIGKILL, and 2 others before it")
-    assert not requeue.give_back_after_deaths(run, error, slurm)  # there was no attempt that could be counted
+    error = SupervisorCrashLoopError("the supervisor on node1 was killed by SIGKILL, and 2 others before it")
+    assert not requeue.bring_back_after_deaths(run, error, slurm)  # there was no attempt that could be counted
     run.write_status(RunStatus(state=RunState.RUNNING, job_id=job, attempt=1, nodes=("node1",), tasks=(1,)))
-    assert requeue.give_back_after_deaths(run, error, slurm)
-    row = slurm.show_job(job)
-    assert row is not None
-    assert row.restarts == 1
+    assert requeue.bring_back_after_deaths(run, error, slurm)
+    assert slurm.show_job(job).restarts == 1
     allocation = Allocation(("node1",), (1,), 1, job_id=job, restart_count=1)
     context = Context(run, JobConfig(), allocation, slurm, None, None)
     context.claim = Claim.of_job(run, allocation, None)
@@ -280,3 +289,42 @@ def test_a_job_whose_supervisors_were_killed_goes_back_into_the_queue_and_says_s
     run.write_status(run.status().replace(attempt=2, why=str(error)))
     with pytest.raises(ToolkitError, match="given up after 1 requeues without a new checkpoint"):
         supervisor.close_interrupted(context, None)
+
+
+@pytest.mark.parametrize(("error_number", "goes_back"), [(errno.EIO, True), (errno.EACCES, False)])
+def test_a_job_whose_supervisors_were_killed_goes_back_where_its_run_is_out_of_reach(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    change_limits: ChangeLimits,
+    error_number: int,
+    goes_back: bool,
+) -> None:
+    """Before, the guard ended with a traceback and without a result."""
+    change_limits(give_up_after_s=0.0)
+
+    def is_away(self: RunDir) -> None:
+        raise OSError(error_number, "away")
+
+    monkeypatch.setattr(RunDir, "interrupted_status", is_away)
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["job.sh"])
+    slurm.start(job)
+    for name, value in {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(requeue, "requeue_job", lambda look, slurm, job_id: (JobOutcome.REQUEUED, ""))
+    error = SupervisorCrashLoopError("the supervisor on node1 was killed by SIGKILL, and 2 others before it")
+    assert requeue.bring_back_after_deaths(run, error, slurm) is goes_back
+
+
+def test_what_slurm_calls_the_job_is_recorded_also_where_slurm_answers_late(run: RunDir) -> None:
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["/home/me/job.sh"])
+    slurm.start(job)
+    allocation = Allocation(("node1",), (1,), 1, job_id=job)
+    context = Context(run, JobConfig(), allocation, slurm, None, None)
+    context.claim = Claim.of_job(run, allocation, None)
+    context.prepare_requeue()
+    assert context.claim.owner.command is None
+    context.job.row = slurm.show_job(job)
+    context.prepare_requeue()
+    assert run.owner().command == "/home/me/job.sh"

@@ -1,7 +1,5 @@
 """How a script ended, as the run learns it that the script has started."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -79,7 +77,7 @@ def test_a_script_within_a_rank_ends_its_run_before_the_rank_ends(
     monkeypatch.setattr(threading, "_register_atexit", lambda call: None)
 
     def run() -> None:
-        with script_end.ended_here():
+        with script_end.end_runs_on_exit():
             script_end.call_at_end(lambda error: ends.append(type(error).__name__ if error else None))
             if error is not None:
                 raise error

@@ -1,7 +1,5 @@
 """What is known of a script's end by the log of its rank."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -11,10 +9,11 @@ import pytest
 
 from toolkit.base import fsio, tracebacks
 from toolkit.files import rundir
+from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.error_files import exception_at_end, explained, read_error_files, report_of
-from toolkit.run.attempt.facts import RankFailure, first_failure
+from toolkit.run.attempt.error_files import complete_failures, error_from_log, exception_at_end, read_error_files
+from toolkit.run.attempt.verdict import RankFailure, first_failure
 
 HEAD = 'Traceback (most recent call last):\n  File "/p/train.py", line 4, in load\n    raise error\n'
 #: The end of a torchrun whose child has raised HEAD's exception.
@@ -80,7 +79,7 @@ def of_script(source: str, tmp_path: Path, *words: str) -> tuple[str, int]:
 def test_the_exception_that_left_a_script_is_told_from_its_output(
     source: str, how: str | None, place: str | None, tmp_path: Path
 ) -> None:
-    report = report_of(*of_script(source, tmp_path, "--foo"))
+    report = error_from_log(*of_script(source, tmp_path, "--foo"))
     assert str(report.get("message", "")).startswith(how or ""), report
     assert bool(report) == (how is not None)
     assert bool(report.get("comes_again")) == (how is not None and "unrecognized" in how)
@@ -116,13 +115,12 @@ def test_the_exception_that_left_a_script_is_told_from_its_output(
     ],
 )
 def test_other_processes_colours_and_junk_do_not_hide_it(text: str, how: str) -> None:
-    message = str(report_of(tracebacks.clean(text), 2).get("message", ""))
+    message = str(error_from_log(tracebacks.clean(text), 2).get("message", ""))
     assert message.startswith(how)
     assert "then it printed" not in message
 
 
-def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(tmp_path: Path) -> None:
-    run = rundir.create("script", tmp_path / "runs")
+def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(run: RunDir, tmp_path: Path) -> None:
     attempt = Attempt(1, time.time(), Allocation(("a", "b"), (2, 1), 1))
     fsio.make_dir(run.attempt_logs(1))
     with run.rank_log(1, 0).open("wb") as log:
@@ -136,10 +134,9 @@ def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(tmp_
     codes = [(0, 11.0, 1), (1, 10.0, 1), (2, 10.5, 1)]  # the peer is seen to end first; rank 2 has no log
     attempt.fail(*(RankFailure(rank, "a", f"exit code {code}", at, exit_code=code) for rank, at, code in codes))
     attempt.fail(RankFailure(None, "a", "the store host ended", 12.0))
-    attempt.explain(explained(run, attempt, {"TOKEN": str(secret)}))
+    attempt.replace_failures(complete_failures(run, attempt, {"TOKEN": str(secret)}))
     reports = read_error_files(run.attempt_logs(1))
     first = first_failure([*reports, attempt.failures[2]])
-    assert first is not None
     assert (first.rank, first.how, first.where) == (0, "ValueError: bad [secret TOKEN]", "train.py:4 in load")
     assert [(failure.rank, failure.how) for failure in attempt.failures[2:]] == [
         (2, "exit code 1"),
@@ -148,8 +145,25 @@ def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(tmp_
     # What a rank has reported itself is left as it is.
     before = run.error_file(1, 0).read_bytes()
     run.rank_log(1, 0).write_text(f"{HEAD}KeyError: 'x'\n")
-    explained(run, attempt, {})
+    complete_failures(run, attempt, {})
     assert run.error_file(1, 0).read_bytes() == before
+
+
+def test_the_line_at_which_a_python_under_a_shell_has_aborted_is_named(tmp_path: Path) -> None:
+    run = rundir.create("script", tmp_path / "runs")
+    script = tmp_path / "train.py"
+    script.write_text("import os\n\ndef step():\n    os.abort()\n\nstep()\n")
+    shell = tmp_path / "train.sh"
+    shell.write_text(f"{sys.executable} -X faulthandler {script}\nexit $?\n")
+    fsio.make_dir(run.attempt_logs(1))
+    with run.rank_log(1, 0).open("wb") as log:
+        done = subprocess.run(["bash", str(shell)], stdout=log, stderr=log, check=False, timeout=60)
+    assert done.returncode == 134
+    attempt = Attempt(1, time.time(), Allocation(("a",), (1,), 1))
+    attempt.fail(RankFailure(0, "a", "exit code 134", 1.0, exit_code=134))
+    (failure,) = complete_failures(run, attempt, {})
+    assert failure.where == "train.py:4 in step"
+    assert failure.how.startswith("exit code 134; it printed last: ")
 
 
 @pytest.mark.parametrize(
@@ -163,9 +177,8 @@ def test_of_several_ranks_the_root_is_named_by_the_end_of_a_log_of_any_size(tmp_
     ],
 )
 def test_an_exception_at_the_end_of_a_log_is_seen_although_the_exit_code_was_0(
-    log: str, said: str, tmp_path: Path
+    log: str, said: str, run: RunDir
 ) -> None:
-    run = rundir.create("script", tmp_path / "runs")
     attempt = Attempt(1, time.time(), Allocation(("a",), (2,), 1))
     fsio.make_dir(run.attempt_logs(1))
     run.rank_log(1, 1).write_text(log)

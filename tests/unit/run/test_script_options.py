@@ -1,7 +1,5 @@
 """What a follow-up job takes over from the batch script of the job before it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,7 +77,7 @@ def test_without_an_answer_a_follow_up_job_does_without(caplog: pytest.LogCaptur
 
     slurm: Any = Away()
     assert script_lines("7", slurm) == []
-    assert "only the batch script asks for" in caplog.text
+    assert "only the batch script has" in caplog.text
 
 
 def test_each_flag_that_is_left_out_is_one_of_sbatch() -> None:

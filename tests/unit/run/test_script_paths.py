@@ -1,7 +1,5 @@
 """Which paths may be part of a job's script. How a shell reads those paths."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import new_run, refuse_unfit
 from toolkit.run.submission import executors, submit
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 
 ODD = """it's "my" $HOME `touch hit`; ${A=$(touch hit)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
 

@@ -1,7 +1,5 @@
 """When a job of Slurm is nearly over, and which signal of it is Slurm's announcement."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import replace

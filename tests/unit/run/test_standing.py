@@ -1,7 +1,5 @@
 """How a run without a result stands. Before, listings and handles judged by rules of their own, which differed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.base.procfs import ProcessIdentity
-from toolkit.cli import show
+from toolkit.cli import run_rows
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunState, RunStatus, Submission
 from toolkit.files.rundir import RunDir
@@ -34,8 +32,8 @@ def owned(run: RunDir, age_s: float, *jobs: str, state: RunState = RunState.RUNN
 
 
 def shown(run: RunDir, monkeypatch: pytest.MonkeyPatch, answers: Answers) -> str:
-    monkeypatch.setattr(show, "ask_slurm", lambda ids: {id_: answers[id_] for id_ in ids if id_ in answers})
-    return str(show.status_rows([run])[0].state)
+    monkeypatch.setattr(run_rows, "ask_slurm", lambda ids: {id_: answers[id_] for id_ in ids if id_ in answers})
+    return str(run_rows.status_rows([run])[0].state)
 
 
 def ended(job: str) -> JobStatus:

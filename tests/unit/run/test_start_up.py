@@ -3,8 +3,6 @@
 First hand-written marks on an axis, then the same through the journal and the commands.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.files.run_files import RunProgress, Start
+from toolkit.files.run_files import AttemptStart, RunProgress
 from toolkit.metrics.goodput import of_attempt as ledger_of
 from toolkit.metrics.start_up import PARTS, of_attempt, sentence
 
 IN_RANK = {"program": 0.5, "group": 0.25, "data": 1.0, "resume": 0.75, "first_step": 0.125}
 
 
-def started(**marks: float) -> Start:
-    return Start(100.0, 100.0, 7.0, 107.0, 0, marks=marks)
+def started(**marks: float) -> AttemptStart:
+    return AttemptStart(100.0, 100.0, 7.0, 107.0, 0, marks=marks)
 
 
 @pytest.mark.parametrize(

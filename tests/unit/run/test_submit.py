@@ -1,7 +1,5 @@
 """The sbatch script, word for word, and what cannot get into it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex
@@ -24,11 +22,10 @@ from toolkit.files.run_files import RunResult, RunState, RunStatus
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.run.prepare import snapshot
-from toolkit.run.submission import executors, handle, submit
-from toolkit.run.submission import resume as resume_module
+from toolkit.run.submission import executors, handle, resume_run, submit
 from toolkit.run.submission.executors import sbatch_script, srun_options
 from toolkit.run.submission.handle import Run, attach
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 from toolkit.slurm import commands
 
 GOLDEN = """\
@@ -79,7 +76,7 @@ def full_config() -> JobConfig:
     cluster.gpus_per_node, cluster.gpu_type, cluster.mem_gb = 4, "a100", 1.5
     cluster.partition, cluster.account, cluster.qos = "gpu", "acc", "high"
     cluster.constraint, cluster.exclude, cluster.exclusive = "a100&ib", "node[3,7]", True
-    cluster.signal_delay_s, cluster.setup, cluster.segment = 90, ["module load cuda"], 2
+    cluster.save_before_limit_s, cluster.setup, cluster.segment = 90, ["module load cuda"], 2
     cluster.extra = {"comment": 'it\'s "quoted"; $(rm -rf /)', "requeue": True, "no_kill": False}
     return config
 
@@ -164,10 +161,7 @@ def test_an_unknown_executor_is_refused() -> None:
 def test_a_login_node_does_not_train_while_the_controller_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, answer in (("sbatch", ""), ("scontrol", "echo 'Slurmctld(primary) at head is DOWN'")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="", scontrol="echo 'Slurmctld(primary) at head is DOWN'")
     with pytest.raises(RequestError, match=r"controller does not answer .*--executor slurm, or --executor local"):
         executors.choose_executor("auto")
     assert executors.choose_executor("local") == "local"
@@ -217,22 +211,6 @@ def test_the_result_of_a_failed_run_is_an_error_with_its_cause(tmp_path: Path) -
     run.dir.write_result(RunResult.from_json({"state": "failed", "why": "rank 1 on node1: ValueError: boom"}))
     with pytest.raises(Exception, match="rank 1 on node1: ValueError: boom"):
         run.result()
-
-
-def test_a_completed_run_is_not_resumed(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    run.dir.write_result(RunResult.from_json({"state": "completed"}))
-    with pytest.raises(RequestError, match="completed"):
-        resume(run.dir)
-
-
-def test_a_running_run_is_not_resumed(tmp_path: Path) -> None:
-    run = make_run(tmp_path, state="running")
-    with pytest.raises(RequestError, match="running"):
-        resume(run.dir)
-
-
-# ------------------------------------------------------------------------------------- what happens to jobs and users
 
 
 @pytest.fixture
@@ -315,16 +293,14 @@ def test_a_run_that_slurm_may_have_is_kept_and_can_be_submitted_again(
     assert main(["submit", "own.yaml", "--executor", "slurm"]) == EXIT_FAILED
     (run,) = rundir.all_runs()
     error = capsys.readouterr().err
-    assert "whether Slurm has taken the job is not known" in error
+    assert "it is not known whether Slurm accepted the job" in error
     assert "nothing was submitted" not in error
     assert str(run.submitit) in error
     assert f"`toolkit resume {run.id}`" in error
     up = "echo Slurmctld is UP"
     put_on_path(tmp_path / "later", monkeypatch, sbatch="echo 8", srun="", squeue=squeue, scontrol=up)
     assert main(["resume", run.id]) == 0
-    submission = run.submission()
-    assert submission is not None
-    assert submission.job_id == "8"
+    assert run.submission().job_id == "8"
 
 
 def test_a_job_that_the_partition_can_never_run_is_queued_with_a_warning(
@@ -396,7 +372,7 @@ def test_a_loop_imports_the_copy_of_a_package_that_is_installed_as_editable(tmp_
         (live / file).touch()
     run = RunDir(tmp_path / "runs/a/1")
     run.path.mkdir(parents=True)
-    snapshot.take_first(live, run.path)
+    snapshot.take_if_missing(live, run.path)
     (live / "src/mine/__init__.py").write_text("raise SystemExit('edited since')")
     environ = {**os.environ, rundir.RUN_DIR_VARIABLE: str(run.path)}
     code = EDITABLE.format(live=str(live))
@@ -408,6 +384,10 @@ def test_a_loop_imports_the_copy_of_a_package_that_is_installed_as_editable(tmp_
 def test_a_plain_script_can_be_tried_without_being_sent(project: Path) -> None:
     (project / "plain.py").write_text("print(1)\n")
     assert "name: plain\n" in submit.dry_run("plain.py", executor="local")
+    shown = submit.dry_run("plain.py", ["cluster.setup=[ulimit -n 4096]"], executor="local")
+    assert shown.startswith(
+        "# executor local: no sbatch script; cluster.setup, then a supervisor and 1 rank(s) on this"
+    )
 
 
 def test_a_job_may_lie_in_a_package_that_is_linked_into_the_project(project: Path, tmp_path: Path) -> None:
@@ -517,23 +497,17 @@ def test_slurm_is_asked_only_while_the_status_says_nothing_new(
     assert look(62, speaking=False) == 2  # its supervisor is dead
 
 
-def test_a_job_that_is_over_without_a_result_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_job_that_is_over_without_a_result_or_a_folder_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits, is_there: bool
 ) -> None:
     over(monkeypatch, change_limits)
     change_limits(files_lag_s=0.0)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
-    with pytest.raises(JobFailedError, match=f"wrote no result.*toolkit resume {run.id}"):
-        run.wait(5)
-
-
-def test_a_deleted_run_folder_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
-) -> None:
-    over(monkeypatch, change_limits)
-    run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
-    shutil.rmtree(run.dir.path)
-    with pytest.raises(JobFailedError, match=r"its folder .* is gone"):
+    if not is_there:
+        shutil.rmtree(run.dir.path)
+    says = f"wrote no result.*toolkit resume {run.id}" if is_there else "its folder .* is gone"
+    with pytest.raises(JobFailedError, match=says):
         run.wait(5)
 
 
@@ -583,11 +557,10 @@ def test_doctor_asks_for_the_nodes_that_the_job_would_get() -> None:
 
 
 def test_a_completed_run_goes_on_where_its_limit_of_steps_is_taken_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = rundir.create("name", tmp_path)
-    monkeypatch.setattr(resume_module, "check_submittable", lambda *_, **__: None)
+    monkeypatch.setattr(resume_run, "check_submittable", lambda *_, **__: None)
     then, now = JobConfig(), JobConfig()
     then.train.max_steps = 10
     result = RunResult(RunState.COMPLETED, attempts=1, step=10, metrics={})
-    resume_module._check_change(run, then, now, result, "local")
+    resume_run._check_change(run, then, now, result, "local")

@@ -1,7 +1,5 @@
 """The supervisor when nodes are lost. The test chooses the answers of launcher and Slurm."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -17,56 +15,38 @@ from typing import Any
 import pytest
 
 from tests.process_limits import ChangeLimits
-from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
+from tests.unit.run.test_supervisor import NodeAgents, Ranks, Store, completes, left_behind, stops
 from toolkit import config as configs
 from toolkit.base import fsio
 from toolkit.base.errors import EXIT_STOPPED, RequestError, ToolkitError
 from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
-from toolkit.files import records, rundir
-from toolkit.files.run_files import RunResult, RunStatus
+from toolkit.files import records
+from toolkit.files.run_files import RunResult
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.die_with_parent import SIGNALS
-from toolkit.nodes.agent.messages import ConnectionsAnswered
+from toolkit.nodes.agent.messages import StuckConnectionsAnswered
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.agents import NodeAnswered
-from toolkit.nodes.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksFinished
+from toolkit.nodes.start.launcher import AllRanksEnded, LaunchFailed, NodeFailed, RanksExited, RanksSucceeded
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.run.attempt.facts import Verdict
 from toolkit.run.attempt.journal import Journal
-from toolkit.run.job import nodes, slurm_job
+from toolkit.run.attempt.verdict import Verdict
+from toolkit.run.job import nodes
 from toolkit.run.job.nodes import Nodes
-from toolkit.run.records import stop_request
+from toolkit.run.records import user_requests
 from toolkit.run.records.ownership import Claim, Overtaken
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.requeue import follow_up
-from toolkit.run.supervise import attempt_loop, conclusion, entry, supervisor
-from toolkit.run.supervise.conclusion import judge_attempt
-from toolkit.run.supervise.stop_path import StopAsked
+from toolkit.run.supervise import attempt_loop, conclude, entry, supervisor
+from toolkit.run.supervise.rank_stop import StopAsked
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Settings
 
+pytestmark = pytest.mark.usefixtures("quick", "network")
+
 HOSTS = ("node1", "node2", "node3")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = rundir.create("test", tmp_path)
-    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
-    return run
-
-
-@pytest.fixture
-def slurm() -> FakeSlurm:
-    slurm = FakeSlurm()
-    slurm.start(slurm.sbatch(["job.sh"]), "node[1-3]")
-    return slurm
-
-
-@pytest.fixture(autouse=True)
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all nodes but ``dead`` answer."""
-    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here, timeout_s: set(hosts) & {"dead"})
+ALLOCATION = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
 
 
 class PlayedAgents(NodeAgents):
@@ -88,9 +68,7 @@ def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fe
     config = JobConfig()
     config.cluster.spare_nodes = spare
     config.retry.allow_fewer_nodes = fewer
-    row = slurm.show_job("1")
-    assert row is not None
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=row.restarts)
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=slurm.show_job("1").restarts)
     return Supervisor(run, config, allocation, ranks, slurm, AGENTS).run()
 
 
@@ -119,7 +97,7 @@ def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
     def loses_the_last(ranks: Ranks) -> None:
         ranks.answers_kill = False
         ranks.report(step=10, step_start=0)
-        events = [NodeFailed("node2"), RanksFinished((0,))]
+        events = [NodeFailed("node2"), RanksSucceeded((0,))]
         for event in events if is_first else reversed(events):
             ranks.events.put(event)
 
@@ -129,10 +107,30 @@ def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
     assert ranks.signals == [signal.SIGKILL]
 
 
+@pytest.mark.parametrize(
+    "words", ["hang", "Unable to create step for job 1: Requested node configuration is not available"]
+)
+def test_a_node_that_slurm_has_taken_is_lost_though_it_is_back(run: RunDir, slurm: FakeSlurm, words: str) -> None:
+    """It was dead for so short a time that only Slurm saw it. Its rank seems to hang, or a step there is refused."""
+
+    def fails_on_the_taken_node(ranks: Ranks) -> None:
+        slurm.release_nodes("1", keep="node[1,3]")
+        if words == "hang":
+            ranks.events.put(RanksExited((1,), "node2", "exit code 1", None, time.time(), 1))
+        else:
+            ranks.events.put(LaunchFailed((1,), "node2", words))
+        ranks.events.put(AllRanksEnded(1))
+
+    assert supervise(run, slurm, Ranks(fails_on_the_taken_node, completes), spare=1) == 0
+    first, second = run.attempts()
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
+    assert second.nodes == ("node1", "node3")
+
+
 class UnheardKill(Ranks):
     """Ranks of which one is on ``dead``. Its end is never reported."""
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+    def send_signal(self, number: signal.Signals = signal.SIGKILL) -> None:
         AGENTS.unsure_hosts = frozenset({"dead"})
         living = tuple(rank for rank, host in enumerate(self.hosts) if host != "dead")
         self.events.put(RanksExited(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
@@ -147,7 +145,7 @@ def test_a_rank_that_sigkill_does_not_end_is_not_waited_for(
     class Unkillable(Ranks):
         tells_each_end = True
 
-        def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        def send_signal(self, number: signal.Signals = signal.SIGKILL) -> None:
             self.signals.append(number)
             self.events.put(RanksExited((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
@@ -173,7 +171,7 @@ def test_ranks_that_sigkill_ends_nowhere_are_waited_for(
     class Stuck(Ranks):
         tells_each_end = True
 
-        def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        def send_signal(self, number: signal.Signals = signal.SIGKILL) -> None:
             self.signals.append(number)
             if len(self.signals) == 6:  # the disk is back
                 self.events.put(AllRanksEnded(137))
@@ -198,10 +196,10 @@ def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
 
     def judge(*arguments: Any) -> Verdict:
         ranks.events.put(ValueError("the links broke"))
-        return judge_attempt(*arguments)
+        return judging(*arguments)
 
-    ranks = Ranks(crashes, completes)
-    monkeypatch.setattr(conclusion, "judge_attempt", judge)
+    ranks, judging = Ranks(crashes, completes), conclude.judge_attempt
+    monkeypatch.setattr(conclude, "judge_attempt", judge)
     with pytest.raises(ValueError, match="the links broke"):
         supervise(run, slurm, ranks)
 
@@ -211,37 +209,30 @@ def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) 
     assert [line.world_size for line in run.attempts()] == [3, 2]
 
 
-def test_with_neither_the_job_is_requeued_without_the_node(run: RunDir, slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize(
+    ("to_spare", "bad", "excluded"),
+    [(9, [], {"1": "node2"}), (0, [], {}), (1, ["node3"], {"1": "node2"})],
+    ids=["without the node", "with it where the job could never start else", "without the latest of several"],
+)
+def test_with_neither_the_job_is_requeued(
+    run: RunDir, slurm: FakeSlurm, to_spare: int, bad: list[str], excluded: dict[str, str]
+) -> None:
+    for host in bad:
+        nodes.remember(run, host, "has failed before")
+    slurm.nodes_to_spare = to_spare
     assert supervise(run, slurm, Ranks(loses_node2)) == 75
     (line,) = run.attempts()
     assert (line.cause, line.decision) == ("node_failure", "requeue")
-    assert slurm.excluded == {"1": "node2"}
-
-
-def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir, slurm: FakeSlurm) -> None:
-    slurm.nodes_to_spare = 0
-    assert supervise(run, slurm, Ranks(loses_node2)) == 75
-    assert slurm.excluded == {}
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.restarts == 1
+    assert (slurm.excluded, slurm.show_job("1").restarts) == (excluded, 1)
 
 
 def test_a_batch_host_that_died_and_is_back_is_named_and_used(run: RunDir, slurm: FakeSlurm) -> None:
-    left = {"attempt": 1, "started": time.time(), "updated": time.time(), "nodes": list(HOSTS), "tasks": [1, 1, 1]}
-    run.write_status(RunStatus.from_json(left))
+    left_behind(run, started=time.time(), updated=time.time(), nodes=list(HOSTS), tasks=[1, 1, 1])
     nodes.remember(run, "node1", "the supervisor on the batch host node1 has been silent for 25 s and does not answer")
     assert supervise(run, slurm, Ranks(completes)) == 0
     first, second = run.attempts()
     assert (first.cause, first.decision, first.line) == ("node_failure", "requeue", "lost node1")
     assert "node1" in second.nodes
-
-
-def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slurm: FakeSlurm) -> None:
-    nodes.remember(run, "node3", "has failed before")
-    slurm.nodes_to_spare = 1
-    assert supervise(run, slurm, Ranks(loses_node2)) == 75
-    assert slurm.excluded == {"1": "node2"}
 
 
 def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
@@ -386,14 +377,14 @@ def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: Fak
     assert [line.suspect for line in run.attempts()] == [None, None]
 
 
+def commits(ranks: Ranks) -> None:
+    """Stop, and say that the step is saved."""
+    ranks.report(step=7, step_start=0, phase="stopped")
+    stops(ranks, 3)
+
+
 def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir, slurm: FakeSlurm) -> None:
     """Before, it came back, or was shown as requeued for ever."""
-
-    def stops(ranks: Ranks) -> None:
-        ranks.report(step=7, step_start=0, phase="stopped")
-        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(AllRanksEnded(75))
-
     requeue = slurm.requeue
 
     def cancelled_first(job_id: str, *, if_running: bool = False) -> None:
@@ -401,21 +392,19 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
         requeue(job_id, if_running=if_running)
 
     slurm.requeue = cancelled_first  # called after the verdict
-    supervise(run, slurm, Ranks(stops))
+    supervise(run, slurm, Ranks(commits))
     assert run.result().state == run.status().state == "cancelled"
     assert run.attempts()[0].decision == "requeue"
     row = slurm.show_job("1")
-    assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
 
 
 def test_an_exit_code_that_no_report_and_no_file_confirms_is_a_failure(run: RunDir, slurm: FakeSlurm) -> None:
-    """Before, `os._exit(75)` on all ranks was "committed, nothing is lost", and requeued."""
+    """Before, `os._exit(75)` on all ranks was "checkpoint saved", and requeued."""
 
     def exits(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0, phase="train")
-        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(AllRanksEnded(75))
+        stops(ranks, 3)
 
     supervise(run, slurm, Ranks(exits, exits, exits, exits, exits))
     lines = run.attempts()
@@ -435,6 +424,27 @@ def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, sl
         supervise(run, slurm, ranks)
     assert ranks.abandoned
     assert ranks.signals == []
+    assert run.attempts() == []
+    assert run.result() is None
+
+
+def test_ranks_that_end_because_their_run_was_taken_over_write_nothing_in_it(
+    run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits
+) -> None:
+    """In steady training the supervisor looks for its owner rarely, and they may have ended before."""
+    change_limits(files_often_s=0.0, files_every_s=3600.0, supervisor_quiet_s=3600.0, supervisor_silent_s=3600.0)
+
+    def overtaken(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def end() -> None:
+            run.write_owner(run.owner().replace(number=100))
+            ranks.events.put(AllRanksEnded(137))
+
+        threading.Timer(2 * limits().status_every_s, end).start()  # the first look has found nothing
+
+    with pytest.raises(Overtaken):
+        supervise(run, slurm, Ranks(overtaken))
     assert run.attempts() == []
     assert run.result() is None
 
@@ -466,19 +476,12 @@ def test_a_file_server_that_is_away_for_a_moment_does_not_end_the_run(
 
 
 def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:
-    place = {"nodes": ["a"], "tasks": [2]}
-    run.write_status(
-        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}, **place})
-    )
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    left_behind(run, progress={"step": 5})
     earlier_death = "the supervisor was killed by SIGKILL"
-    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(earlier_death) == 0
+    assert Supervisor(run, JobConfig(), ALLOCATION, Ranks(completes), slurm).run(earlier_death) == 0
     first, second = run.attempts()
     assert (first.cause, first.decision, first.line) == ("crashed", "restart", earlier_death)
     assert second.cause == "completed"
-
-
-ALLOCATION = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
 
 
 def leave(run: RunDir, **more: Any) -> int:
@@ -487,11 +490,7 @@ def leave(run: RunDir, **more: Any) -> int:
     started = {"started": time.time() - 20, "updated": time.time(), "progress": {"step": 5, "step_start": 0}}
     start = {"since": time.time() - 30, "submitted": None, "queue_s": 2.0, "ready": time.time() - 25, "best_step": 0}
     place = {"nodes": ["node1", "node2"], "tasks": [1, 1], "job_id": "1", "restart_count": 0}
-    run.write_status(
-        RunStatus.from_json(
-            {"state": "running", "attempt": 3, "stop": None, "start": start, **started, **place, **more}
-        )
-    )
+    left_behind(run, **{"attempt": 3, "start": start, **started, **place, **more})
     return claim.owner.number
 
 
@@ -525,7 +524,7 @@ def test_after_a_killed_supervisor_ranks_stay_on_the_nodes_that_hold_their_state
 
 def test_a_run_that_was_stopped_before_its_supervisor_was_killed_has_ended(run: RunDir, slurm: FakeSlurm) -> None:
     leave(run, state="stopping", stop="user")
-    stop_request.ask(run, Intent.STOP)
+    user_requests.record_intent(run, Intent.STOP)
     assert Supervisor(run, JobConfig(), ALLOCATION, Ranks(), slurm).run("killed") == EXIT_STOPPED
     assert run.result().state == "stopped"
 
@@ -534,22 +533,17 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
     """Such attempts get no verdict, and follow-up jobs would follow each other for ever."""
     config = JobConfig()
     config.retry.max_requeues = 2
-    supervisor_of = partial(Supervisor, run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"))
+    supervisor_of = partial(Supervisor, run, config, ALLOCATION)
     for attempt in (1, 2):
-        run.write_status(
-            RunStatus.from_json({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
-        )
+        left_behind(run, attempt=attempt)
         supervisor.close_interrupted(supervisor_of(Ranks(), slurm)._context, None)
-    run.write_status(RunStatus.from_json({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]}))
+    left_behind(run, attempt=3)
     with pytest.raises(ToolkitError, match="given up after 2 requeues"):
         supervisor_of(Ranks(), slurm).run()
 
 
 def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:
-    place = {"nodes": ["node1", "dead"], "tasks": [1, 1]}
-    run.write_status(
-        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
-    )
+    left_behind(run, stop="signal", nodes=["node1", "dead"], tasks=[1, 1])
     assert supervise(run, slurm, Ranks(completes)) == 0
     first, _ = run.attempts()
     assert (first.cause, first.lost_nodes, first.line) == ("node_failure", ("dead",), "lost dead")
@@ -558,11 +552,7 @@ def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm:
 
 def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir, slurm: FakeSlurm) -> None:
     run.write_result(RunResult.from_json({"state": "completed"}))
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
-    assert Supervisor(run, JobConfig(), allocation, Ranks(), slurm).run("killed") == 0
-
-
-# ---------------------------------------------------------------------------------------------------------- preflight
+    assert Supervisor(run, JobConfig(), ALLOCATION, Ranks(), slurm).run("killed") == 0
 
 
 @pytest.mark.parametrize(("is_preempted", "cause"), [(True, "preempted"), (False, "completed")])
@@ -576,13 +566,10 @@ def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
             slurm.preempt("1", grace_s=30)
         ranks.events.put(AllRanksEnded(0))
 
-    config = JobConfig(job=configs.FOREIGN_JOB)
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
-    Supervisor(run, config, allocation, Ranks(saves), slurm).run()
+    config = JobConfig(job=configs.SCRIPT_JOB)
+    Supervisor(run, config, ALLOCATION, Ranks(saves), slurm).run()
     assert [line.cause for line in run.attempts()] == [cause]
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.restarts == is_preempted
+    assert slurm.show_job("1").restarts == is_preempted
 
 
 def ended_by_a_preemption_that_cancels(slurm: FakeSlurm, job: str) -> None:
@@ -616,9 +603,7 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
     supervise(run, slurm, ranks)
     assert ranks.abandoned
     assert run.attempts()[0].cause == cause
-    row = slurm.show_job("1")
-    assert row is not None
-    assert row.restarts == restarts
+    assert slurm.show_job("1").restarts == restarts
 
 
 def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
@@ -629,18 +614,12 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
         ranks.events.put(StopAsked(signal.SIGTERM))
-        later = threading.Timer(2 * limits().status_every_s, lambda: stops(ranks))
-        later.start()
-
-    def stops(ranks: Ranks) -> None:
-        ranks.report(step=8, step_start=0, phase="stopped")
-        ranks.events.put(RanksExited((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
-        ranks.events.put(AllRanksEnded(75))
+        threading.Timer(2 * limits().status_every_s, commits, [ranks]).start()
 
     ranks = Ranks(told)
     assert supervise(run, slurm, ranks) == 75
     assert not ranks.abandoned
-    assert "committed, nothing is lost" in run.attempts()[0].line
+    assert "checkpoint saved" in run.attempts()[0].line
 
 
 def with_limit(
@@ -652,13 +631,13 @@ def with_limit(
     left_s: float | None = None,
     up: bool = True,
 ) -> int:
-    """Supervise a job of one node with this time limit and signal_delay_s. ``left_s`` of the limit are left."""
+    """Supervise a job of one node with this time limit and save_before_limit_s. ``left_s`` of the limit are left."""
     job = slurm.sbatch([f"--time={minutes}", "job.sh"])
     slurm.start(job)
     if left_s is not None:
         slurm._set(slurm._one(job), end_time=slurm.now + left_s)
     config = JobConfig()
-    config.cluster.signal_delay_s = delay_s
+    config.cluster.save_before_limit_s = delay_s
     slurm.is_up = up
     return Supervisor(run, config, Allocation(("node1",), (1,), 1, job_id=job), ranks, slurm).run()
 
@@ -676,7 +655,7 @@ def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
     run: RunDir, slurm: FakeSlurm, change_limits: ChangeLimits, ahead_s: float
 ) -> None:
     """Before, each attempt was out of time in its first second. In the end the run was given up. That was with a
-    signal_delay_s as long as the limit, or a batch host's clock that is ahead."""
+    save_before_limit_s as long as the limit, or a batch host's clock that is ahead."""
     change_limits(status_every_s=0.05)
     slurm.now = time.time() - ahead_s
     assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
@@ -689,7 +668,7 @@ def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
 def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
     run: RunDir, slurm: FakeSlurm, delay_s: int, minutes: int, margin_s: int
 ) -> None:
-    """They stop at half the limit, signal_delay_s or a few seconds before it. The batch host's clock is 2 h ahead."""
+    """They stop at half the limit, save_before_limit_s or a few seconds before it. Its clock is 2 h ahead."""
     slurm.now = time.time() - 7200
     proposed = []
 
@@ -698,8 +677,7 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
 
         def stop() -> None:
             proposed.append(time.monotonic())
-            ranks.events.put(RanksExited((0,), "node1", "exit code 75", None, time.time(), 75))
-            ranks.events.put(AllRanksEnded(75))
+            stops(ranks, 1)
 
         Store.on_propose = stop
 
@@ -723,8 +701,7 @@ def test_the_clock_is_watched_though_the_controller_was_away_at_the_start(
 
         def stop() -> None:
             follow_ups.extend(row.job_id for row in slurm._jobs.values() if row.state == "PENDING")
-            ranks.events.put(RanksExited((0,), "node1", "exit code 75", None, time.time(), 75))
-            ranks.events.put(AllRanksEnded(75))
+            stops(ranks, 1)
 
         Store.on_propose = stop
         slurm.is_up = True  # the controller is back
@@ -742,8 +719,7 @@ def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, change_limi
         ranks.report(step=7, step_start=0)
         for _ in range(2):
             ranks.events.put(StopAsked(signal.SIGUSR2))
-        stopped = RanksExited((0,), "node1", "exit code 75", None, time.time(), 75)
-        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, AllRanksEnded(75))]
+        Store.on_propose = lambda: stops(ranks, 1)
 
     assert with_limit(run, slurm, Ranks(gets_two), minutes=2, delay_s=3600) == 75
     assert [line.cause for line in run.attempts()] == ["stopped"]
@@ -756,7 +732,7 @@ def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced
 
     def fails(ranks: Ranks) -> None:
         addresses = ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9")
-        told = NodeAnswered("node2", ConnectionsAnswered(1, addresses), 0.0, 0.0)
+        told = NodeAnswered("node2", StuckConnectionsAnswered(1, addresses), 0.0, 0.0)
         monkeypatch.setattr(AGENTS, "say_unanswered", lambda: ranks.events.put(told))
         ranks.events.put(RanksExited((0,), "node1", "exit code 1", None, time.time(), 1))
 
@@ -764,7 +740,7 @@ def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced
     first, second, last = run.attempts()
     assert "no connection from node2 to node1" in first.line
     assert (first.suspect, second.suspect) == ("node2", "node2")
-    assert "node node2 is to blame" in second.line
+    assert "caused by node node2" in second.line
     assert last.nodes == ("node1", "node3")
 
 
@@ -788,11 +764,7 @@ def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
         slurm.start(job, "node1")
     slurm.preempt("1")
     slurm.advance(1)
-    place = {"nodes": ["node1"], "tasks": [1]}
-    times = {"started": 1.0, "updated": 2.0}
-    run.write_status(
-        RunStatus.from_json({"attempt": 1, "job_id": "1", "restart_count": 3, **times, "progress": {}, **place})
-    )
+    left_behind(run, job_id="1", restart_count=3, nodes=["node1"], tasks=[1])
     allocation = Allocation(("node1",), (1,), 1, job_id="2")
     assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run() == 0
     first, second = run.attempts()
@@ -800,17 +772,11 @@ def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
     assert (second.job_id, second.restart_count) == ("2", 0)
 
 
-# -------------------------------------------------------------------------------------------------------- a full disk
-
-
 def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, change_limits: ChangeLimits
 ) -> None:
     """Each of its files is refused once. They are owner, size, job, the line of the last start, and the result."""
-    place = {"nodes": ["node1"], "tasks": [1]}
-    run.write_status(
-        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
-    )
+    left_behind(run, stop="signal", nodes=["node1"], tasks=[1])
     change_limits(retry_every_s=0.001)
     plain, refused = os.fsync, set()
 
@@ -841,7 +807,7 @@ def test_a_disk_that_stays_full_or_away_gives_the_job_back_and_does_not_end_the_
     def full(*args: object) -> Supervisor:
         raise OSError(number, os.strerror(number))
 
-    claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
+    claim = Claim.of_job(run, ALLOCATION, "token")
     if follow_up:
         claim.note_follow_ups(["2"])
     change_limits(give_up_after_s=0.0)
@@ -871,7 +837,7 @@ def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
 def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, has_ended: bool, state: str
 ) -> None:
-    """Slurm puts it back for its exit code. A run that goes on needs that, and an ended one does not."""
+    """Slurm puts it back for its exit code. A run that continues needs that, and an ended one does not."""
     slurm = FakeSlurm()
     job = slurm.sbatch(["--requeue=expedite", "job.sh"])
     slurm.start(job)
@@ -899,6 +865,5 @@ def test_a_job_without_the_gpus_of_the_config_says_so(
 ) -> None:
     config = JobConfig()
     config.cluster.gpus_per_node = 4
-    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
-    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
+    assert Supervisor(run, config, ALLOCATION, Ranks(completes), slurm, AGENTS).run() == 0
     assert "cluster.gpus_per_node: the config asks for 4, and Slurm gives this job none" in caplog.text

@@ -1,7 +1,5 @@
 """A job is a module, a file by its path, or an installed package's module. An error in it names the line."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import sys
@@ -12,7 +10,7 @@ import pytest
 
 from toolkit.base.errors import ConfigError
 from toolkit.cli.main import main
-from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, job_source, load_config, validate
+from toolkit.config import SCRIPT_JOB, JobConfig, is_loop, job_source, load_config, validate
 from toolkit.files import rundir
 from toolkit.run.prepare.new_run import check_submittable, new_run
 from toolkit.run.rank.user_job import job_class, load, params_of
@@ -109,7 +107,7 @@ def test_a_job_that_fails_at_its_import_names_the_line(text: str, line: str, say
         with pytest.raises(ConfigError) as caught:
             load(job, tmp_path)
         assert str(caught.value).startswith(f"job: {tmp_path}/{line}: {says}")
-        assert f"(when {job} is imported); mend that line, or install" in str(caught.value)
+        assert f"(when {job} is imported); fix that line, or install" in str(caught.value)
         assert caught.value.__cause__ is not None, "whose traceback `toolkit why` shows"
 
 
@@ -118,9 +116,6 @@ def test_what_a_node_does_to_an_import_is_not_held_against_the_job(error: str, t
     write(tmp_path, work=f"raise {error}")
     with pytest.raises((OSError, RuntimeError)):
         load("work.py", tmp_path)
-
-
-# --------------------------------------------------------------------------------------------- what a file may hold
 
 
 def checked(folder: Path, text: str, job: str = "work.py") -> None:
@@ -161,7 +156,7 @@ def test_a_file_may_hold_a_job_class_a_main_or_a_loop(text: str, job: str, tmp_p
         ),
         (
             "import toolkit\nclass A(toolkit.Job)",
-            r"job: .*work\.py, line 2: is no Python that can be imported",
+            r"job: .*work\.py, line 2: cannot be imported as Python",
         ),
         (
             "import dataclasses\n@dataclasses.dataclass\nclass Params:\n  x: int = f()\n" + MAIN,
@@ -172,6 +167,18 @@ def test_a_file_may_hold_a_job_class_a_main_or_a_loop(text: str, job: str, tmp_p
 def test_a_file_without_one_job_is_refused_before_anything_is_queued(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         checked(tmp_path, text)
+
+
+def test_advice_with_a_path_can_be_pasted_into_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tmp_path / "my project"
+    project.mkdir()
+    with pytest.raises(ConfigError, match=rf"`toolkit submit '{project}/work\.py'` runs it"):
+        checked(project, "print(1)")
+    (project / "many.yaml").write_text("sweep: {optim.lr: [1, 2]}\n")
+    with pytest.raises(ConfigError, match=rf"`toolkit sweep '{project}/many\.yaml'` submits them"):
+        load_config(project / "many.yaml")
+    assert main(["new", str(project / "mine")]) == 0
+    assert f"next: `cd '{project}/mine' && toolkit submit mine.yaml --follow`" in capsys.readouterr().out
 
 
 ENTRY = 'if __name__ == "__main__":\n    '
@@ -208,7 +215,7 @@ def test_a_file_is_judged_alike_by_the_command_line_a_config_and_python(
     for asked in ("work.py", "c.yaml", {"job": "work.py"}):
         if kind in ("job", "loop", "plain"):
             text = dry_run(asked, executor="local")
-            assert (f"job: {FOREIGN_JOB}" in text, is_loop("work.py")) == (kind == "plain", kind == "loop")
+            assert (f"job: {SCRIPT_JOB}" in text, is_loop("work.py")) == (kind == "plain", kind == "loop")
             assert (f"- {tmp_path}/work.py" in text) is (kind == "plain")
         else:
             with pytest.raises(ConfigError, match=kind):
@@ -265,7 +272,7 @@ def test_a_job_has_the_keys_of_the_file_whose_class_it_derives_from(
     # On the login node, by the sources.
     config = load_config(None, ["job=lib.mine", f"params.{key}=5"], project=tmp_path)
     assert load_config(None, ["job=lib.mine"], project=tmp_path).params == {key: 3}
-    with pytest.raises(ConfigError, match=rf"unknown key 'params.x'.*params\.{key}"):
+    with pytest.raises(ConfigError, match=rf"params.x: unknown key.*params\.{key}"):
         load_config(None, ["job=lib.mine", "params.x=5"], project=tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("job: lib.mine\n")
@@ -303,7 +310,7 @@ def test_a_top_level_import_that_cannot_be_found_is_said_at_submission(
 ) -> None:
     (tmp_path / "helper.py").write_text("raise SystemExit('imported')")
     (tmp_path / "train.py").write_text(MISSING)
-    foreign = JobConfig(job=FOREIGN_JOB, argv=[sys.executable, str(tmp_path / "train.py"), "--lr", "1"])
+    foreign = JobConfig(job=SCRIPT_JOB, argv=[sys.executable, str(tmp_path / "train.py"), "--lr", "1"])
     (warning,) = warnings_of(foreign, tmp_path, caplog)
     assert warning.startswith(f"{tmp_path}/train.py, line 1: {sys.executable} finds no module 'nothere'")
     assert warnings_of(foreign, tmp_path, caplog) == []  # once while the file stays the same
@@ -317,7 +324,7 @@ def test_nothing_is_said_where_another_python_or_path_may_run_it(
 ) -> None:
     (tmp_path / "train.py").write_text(MISSING if setup else f"import sys\nsys.path.insert(0, 'lib')\n{MISSING}")
     argv = [sys.executable, str(tmp_path / "train.py")]
-    config = JobConfig(job=FOREIGN_JOB, argv=argv)
+    config = JobConfig(job=SCRIPT_JOB, argv=argv)
     config.cluster.setup = setup
     assert warnings_of(config, tmp_path, caplog) == []
     config.argv = ["/usr/bin/env", *argv]

@@ -1,7 +1,5 @@
 """The commands that ``cluster.container`` makes, word by word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Host lists. The expected values are scontrol's (22.05.8); tests/slurm/test_hostlist_oracle.py asks it again."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Interfaces by the kernel's own ``/proc``."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
@@ -163,9 +161,6 @@ def test_one_address_is_one_text(address: str, plain: str) -> None:
     assert network.plain_address(address) == plain
 
 
-# ------------------------------------------------------------------------------------------------- ports of many nodes
-
-
 THERE = "127.0.0.2"
 SOFT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -210,7 +205,7 @@ def test_thousands_of_silent_nodes_are_asked_at_once(full: int, monkeypatch: pyt
     nodes, waves, ask = silent_nodes(3000), list[int](), reachable._ask
     monkeypatch.setattr(reachable, "_ask", lambda wave, timeout_s: waves.append(len(wave)) or ask(wave, timeout_s))
     assert unreachable(nodes, full, here=HERE, timeout_s=0.5) == set(nodes)
-    at_once = this_node.hard_limit() - 2 * reachable.KEPT_FREE
+    at_once = this_node.max_open_files() - 2 * reachable.KEPT_FREE
     assert len(waves) <= math.ceil(len(nodes) / at_once)
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert soft == SOFT_BEFORE

@@ -1,7 +1,5 @@
 """Recorded environments in, placements out. Of the launchers' variables only those that are read are kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One answer of Slurm for all processes of a user. How often Slurm is asked, and what a failed answer means."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing
@@ -22,7 +20,7 @@ from toolkit.plugins.testing.fake_slurm import FakeSlurm
 from toolkit.slurm import cluster_name, shared_queue
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.shared_queue import SharedQueue
-from toolkit.slurm.states import expected_start, in_words
+from toolkit.slurm.states import describe_reason, expected_start
 
 
 class Site:
@@ -41,9 +39,7 @@ class Site:
 
     def state(self, job: str) -> str:
         """Return the state that a new process is told of a job."""
-        status = self.process().show_jobs([job])[job]
-        assert status is not None
-        return status.state
+        return self.process().show_jobs([job])[job].state
 
 
 @pytest.fixture
@@ -124,9 +120,7 @@ def test_a_job_forgotten_before_any_look_is_found_by_the_question_of_another(sit
     other.show_jobs([theirs], every_s=30)
     site.slurm.advance(10)
     calls = site.calls
-    found = process.show_jobs([mine], every_s=30)[mine]
-    assert found is not None
-    assert (found.state, site.calls) == ("FAILED", calls)
+    assert (process.show_jobs([mine], every_s=30)[mine].state, site.calls) == ("FAILED", calls)
 
 
 def test_a_job_that_is_requeued_after_its_end_waits_again(site: Site) -> None:
@@ -137,7 +131,6 @@ def test_a_job_that_is_requeued_after_its_end_waits_again(site: Site) -> None:
     site.slurm.advance(10)
     site.slurm.requeue(job)
     status = site.process().show_jobs([job])[job]
-    assert status is not None
     assert (status.state, status.reason) == ("PENDING", "BeginTime")
 
 
@@ -219,7 +212,6 @@ def test_the_killed_asker_of_a_real_call_hinders_no_other(tmp_path: Path) -> Non
     asker.start()
     while not (tmp_path / "log").exists():
         time.sleep(0.01)
-    assert asker.pid is not None
     os.kill(asker.pid, signal.SIGKILL)
     asker.join()
     assert SharedQueue(FakeSlurm(), tmp_path / "q.json").show_jobs(["1"], every_s=0) == {"1": None}
@@ -238,7 +230,7 @@ def test_clusters_and_users_have_answers_of_their_own(tmp_path: Path, monkeypatc
     monkeypatch.delenv("SLURM_CONF")
     names.add(shared_queue._cluster(os.environ))
     assert len(names) == 3
-    assert cluster_name.in_config({"SLURM_CONF": str(tmp_path / "1.conf")}) == "c1"
+    assert cluster_name.name_in_config({"SLURM_CONF": str(tmp_path / "1.conf")}) == "c1"
 
 
 def test_the_cache_folder_is_private_and_one_that_others_may_change_is_not_used(
@@ -246,7 +238,6 @@ def test_the_cache_folder_is_private_and_one_that_others_may_change_is_not_used(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = cache_dir()
-    assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     assert cache_dir() is None
@@ -269,7 +260,7 @@ def test_the_cache_folder_is_private_and_one_that_others_may_change_is_not_used(
     ],
 )
 def test_reasons_are_told_in_words(reason: str, words: str) -> None:
-    assert words in in_words(reason)
+    assert words in describe_reason(reason)
 
 
 def test_an_expected_start_is_a_time_of_day_or_a_date() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from collections import deque
 from typing import Any
@@ -14,7 +12,7 @@ from toolkit.base.errors import ConfigError, JobFailedError
 from toolkit.config import TrainConfig
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.state import Sharded
-from toolkit.strategies import Loss, Objective, of_pairs
+from toolkit.strategies import Loss, Objective, criterion_objective
 from toolkit.strategies.priming import CheckedObjective, undone, unused_message
 
 OUTPUTS, TARGETS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1, 1, 0])
@@ -93,27 +91,26 @@ def refusal_of(objective: Objective, samples: int) -> str | None:
     ids=["sum", "weights", "nothing", "drawn", "bf16"],
 )
 def test_a_sum_over_samples_is_taken(criterion: Any) -> None:
-    assert refusal_of(of_pairs(criterion), len(OUTPUTS)) is None
+    assert refusal_of(criterion_objective(criterion), len(OUTPUTS)) is None
 
 
 @pytest.mark.parametrize(
     ("criterion", "words"),
     [
-        (lambda o, t: (losses(o, t).mean(), None), "it is no sum over samples"),
+        (lambda o, t: (losses(o, t).mean(), None), "not a sum over samples"),
         (lambda o, t: (losses(o, t).mean(), torch.tensor(len(t))), "the value of the loss for two samples"),
         (
             lambda o, t: (losses(o, t).sum(), torch.tensor(1.0)),
             "the weight of the loss for two samples given",
         ),
-        (lambda o, t: (losses(o, t).sum() + 3, None), "it is no sum over samples"),
+        (lambda o, t: (losses(o, t).sum() + 3, None), "not a sum over samples"),
         (lambda o, t: (losses(o @ o.t(), torch.arange(len(o))).sum(), None), "strategy.name: custom"),
     ],
     ids=["mean", "mean and count", "weight of one", "constant", "contrastive"],
 )
 @pytest.mark.parametrize("samples", [1, 5])
 def test_what_is_no_sum_over_samples_is_refused_with_what_to_do(criterion: Any, words: str, samples: int) -> None:
-    refusal = refusal_of(of_pairs(criterion), samples)
-    assert refusal is not None
+    refusal = refusal_of(criterion_objective(criterion), samples)
     assert words in refusal
     assert "toolkit.Loss.sum(value) of a sum over the batch's samples" in refusal
     assert f"{__file__}:" in refusal or "objective.py:" in refusal
@@ -122,14 +119,14 @@ def test_what_is_no_sum_over_samples_is_refused_with_what_to_do(criterion: Any, 
 def test_a_value_whose_double_overflows_says_nothing() -> None:
     """A pipeline's first call is on uninitialized memory, which may hold such numbers."""
     huge = torch.full((2, 1), 1.2e38, requires_grad=True)
-    checked = CheckedObjective(of_pairs(lambda o, t: (o.sum(), None)), TrainConfig(), probes=1)
+    checked = CheckedObjective(criterion_objective(lambda o, t: (o.sum(), None)), TrainConfig(), probes=1)
     checked(lambda inputs: inputs, Batch((huge, torch.zeros(2)), torch.arange(2), 2))
     assert checked.refusal is None
 
 
 def test_a_criterion_that_returns_a_loss_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"returned a Tensor instead of \(sum, weight\)"):
-        refusal_of(of_pairs(losses), 5)  # type: ignore[arg-type]
+        refusal_of(criterion_objective(losses), 5)  # type: ignore[arg-type]
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
@@ -162,8 +159,8 @@ def test_the_pieces_of_all_ranks_and_shards_make_up_the_tensor_once(parts: int, 
         (lambda model, batch: losses(model(batch.inputs), batch.targets), None),
         (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).mean()), None),
         (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).mean(), len(batch)), None),
-        (lambda model, batch: Loss.sum(losses(model(batch.inputs), batch.targets).mean()), "it is no sum over samples"),
-        (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).sum()), "it is no sum over samples"),
+        (lambda model, batch: Loss.sum(losses(model(batch.inputs), batch.targets).mean()), "not a sum over samples"),
+        (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).sum()), "not a sum over samples"),
         (lambda model, batch: Loss.sum(losses(model(batch.inputs), batch.targets).sum().detach()), "on no parameter"),
         (lambda model, batch: Loss.sum(model(batch.inputs).sum() / 0), "inf: look at the data"),
         (

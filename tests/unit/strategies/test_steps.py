@@ -1,7 +1,5 @@
 """The parts of a step that need no ranks, beside torch and numpy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,28 +11,29 @@ from jobs.llama import Llama, LlamaSizes
 from toolkit.base.errors import ConfigError
 from toolkit.config import TrainConfig
 from toolkit.strategies.models import blocks, checkpoint_activations
-from toolkit.strategies.update.apply import Average, Update
-from toolkit.strategies.update.gradients import (
+from toolkit.strategies.update import (
     DECAY,
     MADE,
     NOT_FINITE,
     OVERFLOW,
     SPIKE,
     WARM_UP,
-    Judge,
     LossScale,
+    OptimizerWrapper,
     ShardedParameters,
+    SpikeDetector,
+    WeightAverage,
 )
 
 CPU = torch.device("cpu")
 
 
-def verdicts(judge: Judge, *norms: float) -> list[int]:
+def verdicts(judge: SpikeDetector, *norms: float) -> list[int]:
     return [int(judge.verdict(torch.tensor(norm, dtype=torch.float64))) for norm in norms]
 
 
 def test_a_spike_is_so_many_times_the_moving_average_of_the_steps_that_were_made() -> None:
-    judge = Judge(3.0, CPU)
+    judge = SpikeDetector(3.0, CPU)
     early = [1.0, 50.0, *[2.0] * (WARM_UP - 2)]
     assert verdicts(judge, *early) == [MADE] * WARM_UP, "no step is a spike before there is an average"
     ages = DECAY ** np.arange(WARM_UP)[::-1]
@@ -45,7 +44,7 @@ def test_a_spike_is_so_many_times_the_moving_average_of_the_steps_that_were_made
 
 
 def test_without_a_factor_every_finite_norm_is_made() -> None:
-    assert verdicts(Judge(None, CPU), *[1.0] * 50, 1e30, -torch.inf) == [MADE] * 51 + [NOT_FINITE]
+    assert verdicts(SpikeDetector(None, CPU), *[1.0] * 50, 1e30, -torch.inf) == [MADE] * 51 + [NOT_FINITE]
 
 
 def test_the_loss_scale_goes_the_way_of_torchs_grad_scaler() -> None:
@@ -67,7 +66,7 @@ def test_the_loss_scale_goes_the_way_of_torchs_grad_scaler() -> None:
 def refusal(model: nn.Module, optimizer: Any = None, **train: Any) -> str:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ConfigError) as caught:
-        Update(model, optimizer, TrainConfig(**train))
+        OptimizerWrapper(model, optimizer, TrainConfig(**train))
     return str(caught.value)
 
 
@@ -89,17 +88,17 @@ def copying_buffers(module: nn.Module, state: dict[str, Any], prefix: str, _: An
 def test_a_model_whose_state_dict_has_copies_of_weights_or_buffers_is_refused() -> None:
     assert refusal(Exporting(2, 2)).startswith("Exporting: its state_dict() has a copy of weight, or lacks it")
     model = nn.BatchNorm1d(2)
-    assert Update(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert OptimizerWrapper(model, torch.optim.SGD(model.parameters(), 0.1))
     model.register_state_dict_post_hook(copying_buffers)
     assert refusal(model).startswith("BatchNorm1d: its state_dict() has a copy of running_mean, or lacks it")
 
 
 def test_an_update_that_is_asked_for_nothing_has_nothing() -> None:
     model = nn.Linear(2, 2)
-    update = Update(model, torch.optim.SGD(model.parameters(), 0.1))
+    update = OptimizerWrapper(model, torch.optim.SGD(model.parameters(), 0.1))
     model(torch.ones(2)).sum().backward()
     assert update.apply(0.1) is None
-    assert update.figures() == {}
+    assert update.step_metrics() == {}
     assert update.state() == {}
 
 
@@ -114,7 +113,7 @@ def test_a_total_adds_what_other_ranks_hold() -> None:
 def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), TrainConfig(ema_decay=0.5))
+    update = OptimizerWrapper(model, torch.optim.SGD(model.parameters(), 0.1), TrainConfig(ema_decay=0.5))
     state = update.state()
     assert state.keys() == {"ema/decay", "ema/steps", "ema/0.weight", "ema/1.weight"}
     before = model.get_parameter("0.weight").detach().clone()
@@ -124,19 +123,32 @@ def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
     assert torch.equal(model.get_parameter("0.weight"), before)
 
 
+def test_a_hook_of_the_optimizer_runs_before_the_average_follows() -> None:
+    """docs/extending.md: where a strategy changes weights that the optimizer has just made."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def clear(*_: Any) -> None:
+        torch._foreach_zero_([parameter.detach() for parameter in model.parameters()])
+
+    optimizer.register_step_post_hook(clear)
+    update = OptimizerWrapper(model, optimizer, TrainConfig(ema_decay=1e-6))
+    model(torch.ones(2)).sum().backward()
+    update.apply(0.1)
+    state = update.state()
+    assert all(state[f"ema/{name}"].value.abs().max() < 1e-5 for name in ("weight", "bias"))  # type: ignore[union-attr]
+
+
 def test_a_step_that_is_left_out_leaves_the_buffers_of_the_criterion_as_they_were() -> None:
     model, criterion = nn.Linear(2, 2), nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    update = Update(model, optimizer, TrainConfig(skip_bad_steps=True), criterion=criterion)
+    update = OptimizerWrapper(model, optimizer, TrainConfig(skip_bad_steps=True), criterion=criterion)
     criterion(model(torch.full((3, 2), torch.nan))).sum().backward()
-    verdict = update.apply(0.1)
-    assert verdict is not None
-    assert verdict.item() == NOT_FINITE
-    assert criterion.running_mean is not None
+    assert update.apply(0.1).item() == NOT_FINITE
     assert criterion.running_mean.tolist() == [0.0, 0.0]
 
 
-def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tuple[Update, list[float]]:
+def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tuple[OptimizerWrapper, list[float]]:
     """Return an update, and the average of its one weight after each step.
 
     The weight goes from 0 to 1 in the first step.
@@ -144,7 +156,9 @@ def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tu
     model = nn.Linear(1, 1, bias=False).to(dtype)
     nn.init.zeros_(model.weight)
     fused = {"fused": True} if options else {}
-    update = Update(model, torch.optim.SGD(model.parameters(), 1.0, **fused), TrainConfig(ema_decay=decay, **options))
+    update = OptimizerWrapper(
+        model, torch.optim.SGD(model.parameters(), 1.0, **fused), TrainConfig(ema_decay=decay, **options)
+    )
     seen = []
     for step in range(steps):
         model.weight.grad = torch.full((1, 1), -1.0 if step == 0 else 0.0, dtype=dtype)
@@ -171,8 +185,8 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32_and_shown_rounded() -> None
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     nn.init.constant_(model.weight, 0.5)
-    update = Update(model, torch.optim.SGD(model.parameters(), 1.0), TrainConfig(ema_decay=0.999))
-    update.loaded({"ema/decay": 0.999, "step": 10**6})  # long after the first steps
+    update = OptimizerWrapper(model, torch.optim.SGD(model.parameters(), 1.0), TrainConfig(ema_decay=0.999))
+    update.on_loaded({"ema/decay": 0.999, "step": 10**6})  # long after the first steps
     model.weight.grad = torch.full((1, 1), -0.5, dtype=torch.bfloat16)
     for _ in range(100):
         update.apply(1.0)
@@ -190,9 +204,9 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32_and_shown_rounded() -> None
 
 def test_an_average_that_does_not_say_how_old_it_is_does_not_begin_again() -> None:
     update, _ = averaged(torch.float32, 1, 0.5)
-    update.loaded({"ema/decay": 0.5, "step": 7})
+    update.on_loaded({"ema/decay": 0.5, "step": 7})
     assert update.state()["ema/steps"].value == 7
-    update.loaded({"step": 7})
+    update.on_loaded({"step": 7})
     assert update.state()["ema/steps"].value == 0, "one that starts here does"
 
 
@@ -208,13 +222,13 @@ class Counting(torch.optim.SGD):
 def test_an_optimizer_whose_state_would_be_in_no_checkpoint_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"Counting keeps state in its groups of parameters \(k\)"):
-        Update(model, Counting(model.parameters(), 0.1)).state()
-    Update(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)).state()
+        OptimizerWrapper(model, Counting(model.parameters(), 0.1)).state()
+    OptimizerWrapper(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)).state()
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, 1e6])
 def test_a_step_that_was_left_out_does_not_end_the_watch_for_spikes(odd: float) -> None:
-    judge = Judge(3.0, CPU)
+    judge = SpikeDetector(3.0, CPU)
     verdicts(judge, *[1.0] * WARM_UP)
     assert verdicts(judge, odd)[0] != MADE
     assert verdicts(judge, 3.5) == [SPIKE]
@@ -232,10 +246,10 @@ def test_a_spike_leaves_the_loss_scale_as_it_is() -> None:
 def test_a_step_left_out_right_after_a_resume_keeps_the_loaded_statistics() -> None:
     model = nn.BatchNorm1d(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    update = Update(model, optimizer, TrainConfig(skip_bad_steps=True))
+    update = OptimizerWrapper(model, optimizer, TrainConfig(skip_bad_steps=True))
     with torch.no_grad():
         model.running_mean.fill_(5.0)
-    update.loaded({})
+    update.on_loaded({})
     update.begin()
     with torch.no_grad():
         model.running_mean.add_(1.0)
@@ -246,13 +260,10 @@ def test_a_step_left_out_right_after_a_resume_keeps_the_loaded_statistics() -> N
     assert model.running_mean.item() == 5.0
 
 
-# -------------------------------------------------------------------------------------------------- the moving average
-
-
 STEPS, SAVED = 40, 17
 
 
-def averages(model: nn.Module, average: Average, made: Tensor | None, first: int, last: int) -> list[Tensor]:
+def averages(model: nn.Module, average: WeightAverage, made: Tensor | None, first: int, last: int) -> list[Tensor]:
     """Make the steps from ``first`` to ``last``, each with other weights; return the averages."""
     for step in range(first, last):
         torch.manual_seed(step)
@@ -266,14 +277,16 @@ def averages(model: nn.Module, average: Average, made: Tensor | None, first: int
 def test_an_average_that_was_loaded_goes_on_with_the_same_bits(made: Tensor | None) -> None:
     model = nn.Linear(50, 50)
     start = model.weight.detach().clone()
-    whole = averages(model, Average(model, 0.9999), made, 0, STEPS)
+    whole = averages(model, WeightAverage(model, 0.9999), made, 0, STEPS)
     model.weight.data.copy_(start)
-    before = Average(model, 0.9999)
+    before = WeightAverage(model, 0.9999)
     saved = averages(model, before, made, 0, SAVED)
-    after = Average(model, 0.9999)
+    after = WeightAverage(model, 0.9999)
     for tensor, value in zip(after.of.values(), saved, strict=True):
         tensor.copy_(value)
-    after.loaded({name: entry.value for name, entry in before.state().items() if not isinstance(entry.value, Tensor)})
+    after.on_loaded(
+        {name: entry.value for name, entry in before.state().items() if not isinstance(entry.value, Tensor)}
+    )
     for ours, expected in zip(averages(model, after, made, SAVED, STEPS), whole, strict=True):
         assert torch.equal(ours, expected)
 
@@ -297,7 +310,7 @@ class Centred(nn.Module):
 
 def test_an_average_follows_a_buffer_that_the_pass_replaces() -> None:
     model = Centred()
-    average = Average(model, 0.5)
+    average = WeightAverage(model, 0.5)
     for _ in range(3):
         model(torch.ones(1, 2))
         average.follow(None)
@@ -313,7 +326,7 @@ def test_an_average_follows_a_buffer_that_the_pass_replaces() -> None:
 
 
 def test_a_step_that_was_left_out_is_not_counted_by_the_average() -> None:
-    average = Average(nn.Linear(1, 1), 0.9)
+    average = WeightAverage(nn.Linear(1, 1), 0.9)
     for made, steps in ((1.0, 1), (0.0, 1), (1.0, 2)):
         average.follow(torch.tensor(made))
         assert average.state()["ema/steps"].value == steps
@@ -321,14 +334,11 @@ def test_a_step_that_was_left_out_is_not_counted_by_the_average() -> None:
 
 def test_an_average_that_a_checkpoint_lacks_begins_with_the_loaded_weights() -> None:
     model = nn.Linear(2, 2)
-    average = Average(model, 0.9)
+    average = WeightAverage(model, 0.9)
     with torch.no_grad():
         model.weight.fill_(5.0)
-    average.loaded({})
+    average.on_loaded({})
     assert torch.equal(average.of[model.weight], model.weight)
-
-
-# -------------------------------------------------------------------------------------------------------------- blocks
 
 
 def test_the_blocks_of_a_transformer_are_its_layers_whole() -> None:

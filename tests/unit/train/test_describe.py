@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +6,7 @@ from toolkit.base import fsio
 from toolkit.config import load_config
 from toolkit.files.run_files import SweepPoint
 from toolkit.metrics.sinks import Sink
-from toolkit.train.engine import describe_run, hparams_of_script
+from toolkit.train.loop import hparams_of_script, log_run_config
 
 
 class HparamsKept(Sink):
@@ -23,7 +21,7 @@ class HparamsKept(Sink):
 def test_settings_of_an_optimizer_are_hyper_parameters_as_far_as_there_are_any() -> None:
     overrides = ["optim.name=adamw", "optim.betas=[0.9, 0.95]", "optim.groups.head.*={lr_scale: 10}"]
     kept = HparamsKept()
-    describe_run(load_config(None, overrides, site=False), None, kept)
+    log_run_config(load_config(None, overrides, site=False), None, kept)
     shown = {key: value for key, value in kept.values.items() if key.startswith("optim.")}
     assert shown == {
         "optim.name": "adamw",

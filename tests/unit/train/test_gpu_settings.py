@@ -1,7 +1,5 @@
 """The switches of torch that the config sets for GPUs. The allocator's call is noted, as there is no GPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -11,7 +9,7 @@ import torch
 
 from toolkit.cli.keys import words_by_key
 from toolkit.config import TrainConfig
-from toolkit.data.randomness import ALLOCATOR_VARIABLES, apply_gpu_settings, prepare, reseed
+from toolkit.data.randomness import ALLOCATOR_VARIABLES, apply_gpu_settings, reseed, seed_for_init
 from toolkit.devices import accelerator
 
 
@@ -88,7 +86,7 @@ def test_seed_step_and_share_each_change_every_generator() -> None:
     for place in [(1, 7, 0), (2, 7, 0), (1, 8, 0), (1, 7, 1)]:
         reseed(*place)
         found.append(draws())
-    prepare(1)
+    seed_for_init(1)
     found.append(draws())
     assert all(len(set(values)) == 5 for values in zip(*found, strict=True))
 

@@ -1,7 +1,5 @@
 """A new run starts from the given weights, and a resumed one from its own. The log tells which did not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from toolkit.base.errors import ConfigError
 from toolkit.config import ModelConfig
 from toolkit.ranks.report import Reporter
 from toolkit.ranks.session import Session
-from toolkit.strategies.models import in_training
+from toolkit.strategies.models import to_training_mode
 from toolkit.train.initial import fill, freeze, initialised, pair
 
 
@@ -107,7 +105,7 @@ def test_frozen_parts_train_as_in_a_loop_by_hand(tmp_path: Path) -> None:
     theirs = backbone_and_head().train()
     # in training mode a frozen batch norm would still change its statistics
     theirs[0].requires_grad_(False).eval()
-    for model in (in_training(ours), theirs):
+    for model in (to_training_mode(ours), theirs):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         for step in range(3):
             images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(step))

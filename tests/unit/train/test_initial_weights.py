@@ -1,7 +1,5 @@
 """The weights that a new run starts from are the same on all ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,8 +11,7 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import alone, blank, on_ranks, weights
 from tests.unit.train.test_initial import Net, session_of, trained
 from toolkit.base.errors import CheckpointError, ConfigError, ToolkitError
-from toolkit.checkpoint.folder import CheckpointFolder
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.folder import CheckpointFolder, Keep
 from toolkit.config import ModelConfig
 from toolkit.ranks.state import Replicated
 from toolkit.train.initial import initialised
@@ -33,21 +30,21 @@ def test_a_fresh_run_starts_from_the_file_and_says_so(tmp_path: Path, caplog: py
     )
 
 
-@pytest.mark.parametrize(("which", "expected"), [(None, 2.0), ("average", 2.0), ("raw", 1.0)])
+@pytest.mark.parametrize(("averaged", "expected"), [(None, 2.0), (True, 2.0), (False, 1.0)])
 def test_of_a_run_with_an_average_it_starts_from_that_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str | None, expected: float
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: float
 ) -> None:
     (tmp_path / "config.yaml").write_text("")
     state = {f"{kind}/weight": Replicated(torch.full((2, 2), value)) for kind, value in (("model", 1.0), ("ema", 2.0))}
     alone(CheckpointFolder(tmp_path / "checkpoints"), 10, state)
-    config = ModelConfig(init_from=str(tmp_path), init_weights=which)
+    config = ModelConfig(init_from=str(tmp_path), init_from_average=averaged)
     with caplog.at_level("INFO"):
         model = initialised(lambda: nn.Linear(2, 2, bias=False), config, session_of(tmp_path / "run"))
     assert (model.get_parameter("weight") == expected).all()
-    assert f"initial weights ({'raw' if which == 'raw' else 'the moving average'}) from" in caplog.text
+    assert f"initial weights ({'raw' if averaged is False else 'the moving average'}) from" in caplog.text
     torch.save({"weight": torch.ones(2, 2)}, tmp_path / "w.pt")
-    config.init_from, config.init_weights = str(tmp_path / "w.pt"), "average"
-    with pytest.raises(ConfigError, match=r"model\.init_weights: average: .*w\.pt: there is no moving average"):
+    config.init_from, config.init_from_average = str(tmp_path / "w.pt"), True
+    with pytest.raises(ConfigError, match=r"model\.init_from_average: true: .*w\.pt: there is no moving average"):
         initialised(lambda: nn.Linear(2, 2, bias=False), config, session_of(tmp_path / "run"))
 
 
@@ -90,6 +87,20 @@ def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path) -
     assert on_ranks(3, start) == [10.0] * 3
 
 
+def test_rank_0_decides_for_all_whether_the_run_has_a_checkpoint(tmp_path: Path) -> None:
+    source_run(tmp_path)
+
+    def start(rank: int, kv: HashStore) -> float:
+        run = tmp_path / f"run-as-rank-{rank}-sees-it"
+        if rank == 0:
+            run.mkdir()
+            alone(CheckpointFolder(run / "checkpoints"), 5, weights(5.0))
+        model = initialised(linear, ModelConfig(init_from=str(tmp_path)), session_of(run, rank, kv))
+        return float(model.state_dict()["weight"].mean())
+
+    assert 10.0 not in on_ranks(2, start)
+
+
 def test_no_rank_reads_weights_from_a_place_that_the_config_does_not_name(tmp_path: Path) -> None:
     """The other ranks hear of the place over the store.
 
@@ -111,6 +122,6 @@ def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
 
     first, second = on_ranks(2, start)
     assert isinstance(first, CheckpointError)
-    assert "none of 1 checkpoints is good" in str(first)
+    assert "none of 1 checkpoints is usable" in str(first)
     assert isinstance(second, ToolkitError)
-    assert "model.init_from: rank 0 could not say" in str(second)
+    assert "model.init_from: rank 0 could not provide it" in str(second)

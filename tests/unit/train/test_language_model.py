@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import replace
@@ -64,7 +62,6 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
     targets[0, :4] = -100
     loss = next_token(logits, targets)
     expected = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-    assert loss.weight is not None
     assert loss.weight.item() == 11
     torch.testing.assert_close(loss.total / loss.weight, expected)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -37,7 +35,10 @@ def test_weights_of_every_type_that_can_be_nan_are_looked_at(dtype: torch.dtype)
 
 
 HELD: Any = SimpleNamespace(
-    sum=dict, global_samples=lambda step: [step], device="cpu", live=lambda: {"weights/a": torch.tensor([math.nan])}
+    sum=dict,
+    global_indices=lambda step: [step],
+    device="cpu",
+    live_state=lambda: {"weights/a": torch.tensor([math.nan])},
 )
 
 
@@ -54,7 +55,7 @@ def test_a_resumed_state_of_weights_that_were_not_finite_stays_marked() -> None:
 
 
 def test_a_stop_between_two_means_that_are_not_finite_keeps_their_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(not_finite, "on_ranks", lambda *_: "")
+    monkeypatch.setattr(not_finite, "bad_ranks_phrase", lambda *_: "")
     before, after = checks(), checks()
     before.judge(10, math.nan, [])
     after.restore(before.state())

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -32,5 +30,5 @@ def test_torchvision_models_refuse_images_that_are_too_small_with_the_key_to_cha
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="there is no 'resnet19'; valid: mlp, lenet, alexnet"):
+    with pytest.raises(ConfigError, match="unknown value 'resnet19'; valid: mlp, lenet, alexnet"):
         build_model("resnet19", 10, (3, 32, 32))

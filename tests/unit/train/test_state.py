@@ -1,14 +1,13 @@
 """Saving as the loop does it: a full disk ends no training. A save that must succeed is tried again and again."""
 
-from __future__ import annotations
-
 import errno
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,22 +17,23 @@ import pytest
 import torch
 
 from tests.file_operations import file_operations
+from tests.process_limits import ChangeLimits
 from tests.unit.checkpoint.ranks import load_alone, tensor_of, weights
 from tests.waiting import wait_for
 from toolkit.base.errors import CheckpointError, ConfigError
-from toolkit.checkpoint import policy
-from toolkit.checkpoint.folder import CheckpointFolder, newest_step
+from toolkit.checkpoint.folder import CheckpointFolder, Keep, newest_step
 from toolkit.checkpoint.manifest import IN_MEMORY
-from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import CheckpointConfig
+from toolkit.files.run_files import AttemptRecord
+from toolkit.files.rundir import RunDir
 from toolkit.hang import Activity
+from toolkit.plugins.memory.checkpoint_mirror import CheckpointMirror
 from toolkit.plugins.memory.copies import MemoryCopies
-from toolkit.plugins.memory.second_place import SecondPlace
 from toolkit.ranks.state import Json
-from toolkit.train import saver
-from toolkit.train.checkpoints import Checkpoints, refuse_other_identity
-from toolkit.train.engine import LoopEngine
+from toolkit.train import run_checkpoints, saver
+from toolkit.train.loop import LoopEngine
+from toolkit.train.run_checkpoints import Checkpoints, refuse_other_identity
 from toolkit.train.saver import PATIENCE_S, SAVE, SaveTimer
 
 
@@ -88,7 +88,7 @@ def checkpoints(tmp_path: Path, activity: Activity, votes: Votes) -> Checkpoints
     place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
     alone = {"owns_run": lambda: True, "from_main": lambda key, make: make()}
     session: Any = SimpleNamespace(**place, **alone, run_dir=tmp_path, activity=activity)
-    strategy: Any = SimpleNamespace(state=lambda: weights(7.0), sum=votes)
+    strategy: Any = SimpleNamespace(state=lambda: weights(7.0), sum=votes, on_loaded=lambda values: None)
     config = CheckpointConfig(every_steps=10, background=False)
     return Checkpoints(config, session, strategy, {"model.name": "mlp"})
 
@@ -130,10 +130,46 @@ def test_a_run_does_not_go_on_with_other_data(checkpoints: Checkpoints, tmp_path
     assert f"model.init_from={tmp_path}/checkpoints/step-00000010" in str(caught.value)
 
 
+def lose(run: RunDir, checkpoints: Checkpoints) -> Path:
+    """Save step 10 in a first attempt, and take the folder away, of which one damaged checkpoint is left."""
+    checkpoints.saver.save(10, REACHED)
+    run.add_attempt(AttemptRecord(1, ("node1",), 1.0, 2.0, "crashed", "restart", step_saved=10))
+    away = run.checkpoints.rename(run.path / "away")
+    (run.checkpoints / "step-00000020.bad-1a2b3c4d").mkdir(parents=True)
+    return away
+
+
+def test_a_run_that_has_lost_its_checkpoints_says_what_is_left(
+    checkpoints: Checkpoints, tmp_path: Path, change_limits: ChangeLimits
+) -> None:
+    lose(RunDir(tmp_path), checkpoints)
+    change_limits(late_mount_s=0.0)
+    says = r"\(damaged ones were moved aside: step-00000020.bad-1a2b3c4d\), and attempt 1 left one of step 10: mount"
+    with pytest.raises(CheckpointError, match=says):
+        checkpoints.resume()
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_checkpoints_on_a_disk_that_is_mounted_late_are_waited_for(
+    checkpoints: Checkpoints, tmp_path: Path, is_linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    away = lose(run, checkpoints)
+    if is_linked:
+        shutil.rmtree(run.checkpoints)
+        run.checkpoints.symlink_to(tmp_path / "disk")
+
+    def mount(seconds: float) -> None:
+        away.rename(tmp_path / "disk" if is_linked else shutil.rmtree(run.checkpoints) or run.checkpoints)
+
+    monkeypatch.setattr(run_checkpoints, "time", SimpleNamespace(monotonic=time.monotonic, sleep=mount))
+    assert checkpoints.resume().step == 10
+
+
 def test_a_checkpoint_that_does_not_know_its_data_is_resumed_and_the_next_one_does(checkpoints: Checkpoints) -> None:
     checkpoints.saver.save(10, REACHED)
     checkpoints.include(loader_of("100 samples"))
-    checkpoints._state.source.loaded = lambda values: None
+    checkpoints._state.source.on_loaded = lambda values: None
     loaded = checkpoints.resume()
     assert loaded is not None
     checkpoints.saver.save(20, REACHED)
@@ -151,7 +187,7 @@ def test_a_save_that_fails_is_logged_and_the_training_goes_on(
     assert checkpoints.saver.newest == newest_step(tmp_path / "checkpoints") == 10
     said = caplog.records[-1]
     assert said.levelname == "ERROR"
-    assert "step 20 is not saved, the last checkpoint stays" in said.getMessage()
+    assert "step 20 is not saved; the last checkpoint is kept" in said.getMessage()
     assert "the disk is full" in said.getMessage()
 
 
@@ -176,7 +212,6 @@ def test_what_is_saved_after_a_failure_is_whole(checkpoints: Checkpoints, tmp_pa
     checkpoints.saver.save(20, REACHED)
     loaded_state = weights(0.0)
     loaded = load_alone(CheckpointFolder(tmp_path / "checkpoints"), loaded_state)
-    assert loaded is not None
     assert (loaded.step, loaded.meta["samples"]) == (20, 640)
     assert loaded.meta["identity"] == {"model.name": "mlp"}
     assert torch.equal(tensor_of(loaded_state["model/weight"]), torch.full((3, 4), 7.0))
@@ -254,9 +289,6 @@ def test_what_is_no_checkpoint_error_is_nobodys_to_hide(checkpoints: Checkpoints
         checkpoints.saver.save(10, REACHED)
 
 
-# ------------------------------------------------------------------------------------- while the training goes on
-
-
 class SlowDisk:
     """Holds a background thread's writes until ``go`` is set. The disk may then be full."""
 
@@ -302,12 +334,6 @@ def saved(folder: Path) -> dict[int, float]:
     return found
 
 
-def test_the_first_save_of_an_attempt_is_waited_for(
-    checkpoints: Checkpoints, live: torch.Tensor, tmp_path: Path
-) -> None:
-    assert saved(tmp_path) == {10: 7.0}
-
-
 def test_the_training_goes_on_and_what_is_written_is_the_step_that_was_saved(
     checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
 ) -> None:
@@ -339,7 +365,7 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
     disk.go.set()
     checkpoints.saver.save(20, REACHED)
     # Told at once, not only when the next save is due.
-    wait_for(lambda: "step 20 is not saved, the last checkpoint stays" in caplog.text, 10, "a line in the log")
+    wait_for(lambda: "step 20 is not saved; the last checkpoint is kept" in caplog.text, 10, "a line in the log")
     assert "the last save failed: " in str(checkpoints.saver.failure)
     assert checkpoints.saver.newest == 10
     disk.is_full = False
@@ -355,17 +381,17 @@ def test_a_disk_that_is_away_fails_a_save_and_ends_no_training(
 ) -> None:
     """Before, an error while looking for an earlier save of the step ended the training."""
     disk.go.set()
-    is_file = Path.is_file
+    stat = Path.stat
 
-    def stale(path: Path) -> bool:
+    def stale(path: Path, **how: Any) -> os.stat_result:
         if path.parent.name == "step-00000020":
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return is_file(path)
+        return stat(path, **how)
 
-    monkeypatch.setattr(Path, "is_file", stale)
+    monkeypatch.setattr(Path, "stat", stale)
     checkpoints.saver.save(20, REACHED)
     checkpoints.saver.await_save()
-    assert "step 20 is not saved, the last checkpoint stays" in caplog.text
+    assert "step 20 is not saved; the last checkpoint is kept" in caplog.text
     checkpoints.saver.save(30, REACHED)
     checkpoints.saver.await_save()
     assert checkpoints.saver.newest == 30
@@ -380,8 +406,7 @@ def test_a_save_by_time_at_a_step_that_is_saved_starts_the_clock_anew() -> None:
     loop._on_request = SimpleNamespace(is_recording=False)
     gate = SimpleNamespace(boundary=lambda step: asked.pop() if asked else None)
     loop._session = SimpleNamespace(gate=gate)
-    saver = SimpleNamespace(set_timer=lambda: started.append("timer"))
-    loop._checkpoints = SimpleNamespace(saver=saver)
+    loop._saver = SimpleNamespace(set_timer=lambda: started.append("timer"))
     loop._boundary()
     assert started == ["timer"]
 
@@ -412,7 +437,6 @@ def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
     before = activity.count
     disk.go.set()
     checkpoints.saver.save(20, REACHED)
-    assert checkpoints.saver._writing is not None
     checkpoints.saver._writing.wait()
     assert activity.count == before
     disk.go.clear()
@@ -427,7 +451,7 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     checkpoints: Checkpoints, every_steps: Any, every_min: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(policy, "interval_s", lambda *_: 0.01)
+    monkeypatch.setattr(saver, "interval_s", lambda *_: 0.01)
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
     checkpoints.saver._config = checkpoints.saver.timer._config = CheckpointConfig(
         every_steps=every_steps, every_min=every_min
@@ -442,7 +466,10 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     assert asked.empty()
 
 
-def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(
+    checkpoints: Checkpoints, how: str
+) -> None:
     """The gate passes on one request at a time. A stop would wait for this save, and so for the evaluation."""
     asked: queue.Queue[str] = queue.Queue()
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
@@ -450,13 +477,14 @@ def test_a_save_by_time_that_falls_due_in_an_evaluation_is_asked_for_after_it(ch
     checkpoints.saver.set_timer()
     timer = checkpoints.saver.timer._timer
     assert timer is not None
-    with checkpoints.saver.timer.held():
+    with suppress(ZeroDivisionError), checkpoints.saver.timer.deferred():
         timer.join(20)
         assert checkpoints.saver.timer._due_s
         wait_for(lambda: time.monotonic() > checkpoints.saver.timer._due_s + 0.1, 20, "the save to be due")
         assert asked.empty()
+        assert how == "ends" or 1 / 0
     assert asked.get(timeout=20) == SAVE
-    with checkpoints.saver.timer.held():
+    with checkpoints.saver.timer.deferred():
         pass
     assert asked.empty()
 
@@ -469,7 +497,7 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
     assert found == [True, True, False, False, False]
     checkpoints.saver.save(10, REACHED)
     checkpoints._state.best = None
-    checkpoints._state.source.loaded = lambda values: None
+    checkpoints._state.source.on_loaded = lambda values: None
     checkpoints.resume()
     assert [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
     assert not checkpoints.saver.is_best({"eval/accuracy": 1.0})
@@ -477,7 +505,7 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
 
 
 def test_a_best_figure_counts_only_for_its_own_metric(checkpoints: Checkpoints) -> None:
-    checkpoints._state.source.loaded = lambda values: None
+    checkpoints._state.source.on_loaded = lambda values: None
     for saved_by, best_by, restored in (
         ("eval/loss", "eval/loss", 3.0),
         ("eval/loss", "eval/accuracy", None),
@@ -492,7 +520,7 @@ def test_a_best_figure_counts_only_for_its_own_metric(checkpoints: Checkpoints) 
 
 def test_after_a_restart_from_memory_a_best_state_counts_only_if_it_is_on_disk(checkpoints: Checkpoints) -> None:
     state, saver = checkpoints._state, checkpoints.saver
-    state.source.loaded = lambda values: None
+    state.source.on_loaded = lambda values: None
     saver.on_disk.keep = Keep(best="eval/accuracy")
     assert saver.is_best({"eval/accuracy": 0.5})
     saver.save(10, REACHED)
@@ -507,7 +535,7 @@ def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Nor does it pass for the save of its step, once the run reaches that step again."""
-    checkpoints._state.source.loaded = lambda values: None
+    checkpoints._state.source.on_loaded = lambda values: None
     for step in (10, 30):
         checkpoints.saver.save(step, REACHED)
     damaged = tmp_path / "checkpoints" / "step-00000030" / "rank-00000.safetensors"
@@ -523,7 +551,7 @@ def test_a_damaged_checkpoint_does_not_keep_a_copy_in_memory_from_being_used(
     assert on_disk == [10]
     assert checkpoints.saver.newest == 10
     checkpoints.saver.save(30, REACHED)
-    assert checkpoints.saver.on_disk.valid(damaged.parent) is not None
+    assert checkpoints.saver.on_disk.valid_manifest(damaged.parent) is not None
 
 
 def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -538,7 +566,7 @@ def test_a_best_state_whose_save_failed_does_not_count_as_kept(checkpoints: Chec
         evaluate_and_save(20, 0.3)
     evaluate_and_save(30, 0.5)  # worse than the one that is lost, better than the one that is kept
     evaluate_and_save(40, 0.7)
-    assert keep.figure({"eval/loss": 0.5}) == checkpoints._state.best
+    assert keep.score({"eval/loss": 0.5}) == checkpoints._state.best
     assert saved(tmp_path).keys() == {10, 30}
 
 
@@ -552,7 +580,7 @@ def test_a_best_state_that_could_not_be_described_does_not_count_as_kept(
     assert saver.is_best({"eval/accuracy": 0.9})
     with full_disk() as disk:
         disk.is_full = fails_on == "rank 0"
-        saver.describe(10, {"metrics": {"eval/accuracy": 0.9}})
+        saver.note_evaluation(10, {"metrics": {"eval/accuracy": 0.9}})
     assert votes.asked == 1  # the other ranks learn of it
     assert saver.is_best({"eval/accuracy": 0.8}) == (fails_on == "rank 0")
 
@@ -597,9 +625,9 @@ def test_of_two_waits_the_shorter_counts(tmp_path: Path, minutes: float, wait_s:
 
 def test_the_newest_checkpoint_is_copied_after_a_resume(checkpoints: Checkpoints) -> None:
     checkpoints.saver.save(10, REACHED)
-    checkpoints._state.source.loaded = lambda values: None
+    checkpoints._state.source.on_loaded = lambda values: None
     copied: list[str] = []
     copies = SimpleNamespace(copy=lambda path: copied.append(path.name), fetch=lambda home, damaged: None)
-    checkpoints.saver.second = cast(SecondPlace, copies)
+    checkpoints.saver.second = cast(CheckpointMirror, copies)
     checkpoints.resume()
     assert copied == ["step-00000010"]

@@ -25,11 +25,11 @@ from toolkit.checkpoint import whole
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.writer import save
-from toolkit.strategies.update.optimizer_state import OptimizerState
-from toolkit.train.checkpoints import USER_LOOP, log_what_differs
+from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.train.feed import IterableFeed, seeder
 from toolkit.train.handed_over import Unsaved
 from toolkit.train.plain_state import decode, encode
+from toolkit.train.run_checkpoints import USER_LOOP, log_what_differs
 from toolkit.train.user_state import UserState
 
 
@@ -153,9 +153,7 @@ def test_lists_of_tensors_in_an_optimizer_come_back(checkpoints: CheckpointFolde
         step(model, optimizer)
     save(checkpoints, 3, first.state(), {}, rank=0, world_size=1, kv=None)
     again, again_optimizer, second = begun()
-    loaded = load(checkpoints, second.places, rank=0, world_size=1, kv=None)
-    assert loaded is not None
-    second.loaded(loaded.values)
+    second.on_loaded(load(checkpoints, second.places, rank=0, world_size=1, kv=None).values)
     for _ in range(2):
         step(model, optimizer)
         step(again, again_optimizer)
@@ -188,9 +186,7 @@ def saved_after(checkpoints: CheckpointFolder, first: bool, then: bool) -> None:
 
 def loaded_into(checkpoints: CheckpointFolder, model: nn.Module) -> None:
     places = handed_over(model=model)
-    loaded = load(checkpoints, places.places, rank=0, world_size=1, kv=None)
-    assert loaded is not None
-    places.loaded(loaded.values)
+    places.on_loaded(load(checkpoints, places.places, rank=0, world_size=1, kv=None).values)
 
 
 @pytest.mark.parametrize("then", [True, False])
@@ -279,9 +275,7 @@ def test_a_shuffling_generator_that_is_saved_goes_on_with_its_epoch(checkpoints:
         if number == 3:
             save(checkpoints, 4, first.state(), {}, rank=0, world_size=1, kv=None)
     second, loader, _ = begun()
-    loaded = load(checkpoints, second.places, rank=0, world_size=1, kv=None)
-    assert loaded is not None
-    second.loaded(loaded.values)
+    second.on_loaded(load(checkpoints, second.places, rank=0, world_size=1, kv=None).values)
     feed = IterableFeed(loader, seeder(3, 0), 1, is_there=False, origins=second.origins)
     assert [batch.tolist() for (batch,) in feed.epoch(0, 4, 4)] == seen[4:]
 
@@ -304,9 +298,7 @@ def test_a_generator_that_a_layer_draws_from_goes_on(checkpoints: CheckpointFold
     expected = torch.rand(4, generator=first.drawn if ranks == 1 else torch.Generator().manual_seed(7))
     cpu = torch.device("cpu")
     state = UserState({"model": again}, 0, ranks, cpu)
-    loaded = load(checkpoints, state.places, rank=0, world_size=1, kv=None, attempt=2)
-    assert loaded is not None
-    state.loaded(loaded.values)
+    state.on_loaded(load(checkpoints, state.places, rank=0, world_size=1, kv=None, attempt=2).values)
     assert torch.equal(torch.rand(4, generator=again.drawn), expected)
 
 
@@ -363,7 +355,7 @@ def test_values_of_other_state_are_told_by_their_places() -> None:
         generator=torch.Generator(),
         loader=StatefulLoader(),
     )
-    parts = state.parts()
+    parts = state.value_digests()
     told = {name: text for name, text in parts.items() if not text.startswith("#")}
     assert told.items() >= {"scheduler.last_epoch": "0", "scheduler._last_lr[0]": "0.5"}.items()
     meter = {"avg": "0.25", "seen[0]": "1", "seen[1]": "'x'", "best": "np.float32(0.5)", "last": "tensor(2.0)"}
@@ -396,11 +388,8 @@ def test_attributes_of_a_plain_object_are_handed_over_as_the_error_says() -> Non
     meter = AverageMeter()
     with pytest.raises(ConfigError, match=r"losses is of type AverageMeter.* run\.resumable\(losses=vars\(\.\.\.\)\)"):
         handed_over(losses=meter)
-    handed_over(losses=vars(meter)).loaded({"state/losses": {"sum": 3.0, "count": 2}})
+    handed_over(losses=vars(meter)).on_loaded({"state/losses": {"sum": 3.0, "count": 2}})
     assert (meter.sum, meter.count) == (3.0, 2)
-
-
-# ------------------------------------------------------------------------------------------------- state of any object
 
 
 LEAVES = (

@@ -1,9 +1,6 @@
 """Weights are read from files that safetensors, torch and torch's DCP wrote. No file is ever executed."""
 
-from __future__ import annotations
-
 import json
-import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.unit.checkpoint.ranks import alone, blank, weights
+from tests.unit.checkpoint.ranks import Bomb, alone, blank, weights
 from toolkit.base.errors import CheckpointError, ConfigError
 from toolkit.checkpoint.folder import CheckpointFolder
 from toolkit.checkpoint.whole import export
@@ -106,7 +103,7 @@ def test_of_a_run_the_newest_good_checkpoint_is_read_and_nothing_is_moved(run: R
     path, found, _ = read_weights(origin.find("digits"))
     assert (path.name, value(found)) == ("step-00000100", 100.0)
     blank(run.checkpoints / "step-00000100/rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="none of 2 checkpoints is good"):
+    with pytest.raises(CheckpointError, match="none of 2 checkpoints is usable"):
         read_weights(origin.find("digits"))
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000100", "step-00000200"]
 
@@ -142,7 +139,7 @@ def test_the_run_that_asks_is_not_its_own_origin(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nowhere/model.pt", "is no file, no checkpoint's folder .* and no run"),
+        ("nowhere/model.pt", "is not a file, a checkpoint's folder .* or a run"),
         ("digit", "did you mean 'digits'"),
         ("empty", "has no checkpoint in"),
         ("README.md", r"is none of \.safetensors, \.pt, \.pth"),
@@ -152,19 +149,6 @@ def test_what_is_no_origin_is_refused_with_what_there_is(run: RunDir, text: str,
     rundir.create("empty").config.write_text("")
     with pytest.raises(ConfigError, match=rf"^model\.init_from: .*{words}"):
         origin.find(text)
-
-
-# ---------------------------------------------------------------------------------------------- forged
-
-
-class Bomb:
-    """An object that makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

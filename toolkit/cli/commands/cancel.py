@@ -1,7 +1,7 @@
-"""end a run for good
+"""end a run at once
 
-Checkpoints that are committed stay; what was trained since the last one is
-lost. `toolkit stop` commits first.
+Its checkpoints stay; what was trained since the last one may be lost.
+`toolkit stop` saves first. `toolkit resume` continues the run.
 """
 
 from argparse import ArgumentParser, Namespace

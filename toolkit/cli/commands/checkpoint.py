@@ -1,4 +1,4 @@
-"""a run's checkpoints: list, verify, diff, export, prune"""
+"""list, verify, compare, export or prune a run's checkpoints"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -29,26 +29,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="export: the optimizer's state as well")
     arguments.add_weights(parser)
     parser.add_argument("--with", dest="other", metavar="RUN", help="diff: the second one is of this run")
-    parser.add_argument("--keep", type=int, default=2, help="prune: so many stay, 2 or more; default 2")
+    parser.add_argument("--keep", type=int, default=2, help="prune: how many to keep, 2 or more; default 2")
     tables.add_wide(parser)
     parser.add_argument("--json", action="store_true", help="list: one JSON document")
 
 
 def run(args: Namespace) -> int | None:
     from toolkit.base import logs
-    from toolkit.cli import checkpoints, show
+    from toolkit.cli import checkpoints
     from toolkit.files import rundir
 
     run = rundir.find(args.run)
     # Each verb takes another number of steps; more words are an error.
     words = args.steps[{"list": 0, "prune": 0, "verify": 1, "export": 1, "diff": 2}[args.verb] :]
     if words:
-        raise RequestError(f"toolkit checkpoint {args.verb} {args.run}: {words[0]!r} is one word too many")
+        raise RequestError(f"toolkit checkpoint {args.verb} {args.run}: unexpected argument {words[0]!r}; leave it out")
     step = args.steps[0] if args.steps else None
     if args.verb == "list":
         rows = checkpoints.rows(run)
         if args.json:
-            print(show.as_json(rows))
+            print(arguments.as_json(rows))
         elif rows:
             checkpoints.table(rows, tables.width(args)).print()
         else:
@@ -58,11 +58,11 @@ def run(args: Namespace) -> int | None:
             print(f"removed {path}")
     elif args.verb == "verify":
         found = list(checkpoints.verify(run, step))
-        print("\n".join(f"{path.name}: {problem or 'every byte is as it was written'}" for path, problem in found))
+        print("\n".join(f"{path.name}: {problem or 'OK (checksums match)'}" for path, problem in found))
         return EXIT_FAILED if any(problem for _, problem in found) else None
     elif args.verb == "export":
         if args.to is None:
-            raise RequestError("toolkit checkpoint export: --to PATH says where to")
+            raise RequestError("toolkit checkpoint export: --to is missing; give the path of the file to write")
         logs.setup()
         print(checkpoints.export(run, step, args.to, args.form, everything=args.all, weights=args.weights))
     else:

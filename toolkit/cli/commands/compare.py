@@ -1,4 +1,4 @@
-"""what differs between two runs: config, versions, code and curves
+"""show how two runs differ: config, versions, code, curves
 
 Shown are keys of the config, versions, results and sources that are not the
 same, and of each curve both values at the last step that both runs have.
@@ -22,9 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from toolkit.cli import show
     from toolkit.files import rundir
     from toolkit.plugins.report import compare
 
     found = compare.facts(rundir.find(args.run), rundir.find(args.other))
-    print(show.as_json(found) if args.json else compare.page(found, tables.width(args)))
+    print(arguments.as_json(found) if args.json else compare.format_text(found, tables.width(args)))

@@ -201,7 +201,7 @@ def _settings(begun: str, acting: ActingKeys | None) -> list[str]:
     if sign:
         return [f"{key}={value}" for value in keys.get(key, ())]
     own = [f"args.{option.name}=" for option in _options(acting)]
-    return [*own, *(f"{name}=" for name in keys if acting is None or acting.include(name))]
+    return [*own, *(f"{name}=" for name in keys if acting is None or acting.has_effect(name))]
 
 
 def _acting(words: Sequence[str]) -> ActingKeys | None:
@@ -210,10 +210,10 @@ def _acting(words: Sequence[str]) -> ActingKeys | None:
     script = next((word for word in words[1:end] if word.endswith(".py")), None)
     if script is None and words[0] != "exec":
         return None
-    from toolkit.config.schema import FOREIGN_JOB
+    from toolkit.config.schema import SCRIPT_JOB
     from toolkit.config.script_keys import acting_keys
 
-    return acting_keys(FOREIGN_JOB, words[end + 1 :]) if script is None else acting_keys(script, ())
+    return acting_keys(SCRIPT_JOB, words[end + 1 :]) if script is None else acting_keys(script, ())
 
 
 def _options(acting: ActingKeys | None) -> Sequence[Option]:

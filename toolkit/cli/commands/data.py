@@ -43,36 +43,35 @@ def run(args: Namespace) -> None:
 
 def _fetch(args: Namespace) -> None:
     from toolkit.base.errors import RequestError
-    from toolkit.config import catalog
+    from toolkit.config import dataset_catalog
     from toolkit.files import origin
 
     # The parser takes several names for tokenize; fetch takes one.
     name, *more = args.names
     if more:
-        raise RequestError(f"toolkit data fetch {name}: {more[0]!r} is one word too many")
-    fetch = _FETCH_WEIGHTS if origin.is_published(name) else catalog.entry_of(name).fetch
+        raise RequestError(f"toolkit data fetch {name}: unexpected argument {more[0]!r}; leave it out")
+    fetch = _FETCH_WEIGHTS if origin.is_published(name) else dataset_catalog.entry_of(name).fetch
     if fetch is None:
         print(f"{name} needs no files: there is nothing to fetch")
     else:
-        print(registry.part_of("datasets", name, fetch)(name, args.root))
+        print(registry.load_part("datasets", name, fetch)(name, args.root))
 
 
 def _tokenize(args: Namespace) -> None:
     from toolkit.base import fsio, logs, terminal
     from toolkit.base.errors import RequestError
-    from toolkit.cli import show
     from toolkit.plugins.formats.tokens.writer import Encoder, tokenize
 
     if args.out is None:
-        raise RequestError("toolkit data tokenize: --out DIR says where to")
+        raise RequestError("toolkit data tokenize: --out is missing; give the folder to write to")
     if args.shard_tokens < 1:
-        raise RequestError("toolkit data tokenize: --shard-tokens is to be 1 or more")
+        raise RequestError("--shard-tokens: is out of range; must be 1 or more")
     logs.setup()
     out = fsio.expand(args.out).absolute()
     encoder = Encoder(None if args.tokenizer is None else fsio.expand(args.tokenizer).absolute(), args.end)
     index = tokenize(args.names, out, encoder, field=args.field, shard_tokens=args.shard_tokens)
     if args.json:
-        print(show.as_json(index.to_json()))
+        print(arguments.as_json(index.to_json()))
     else:
         print(f"{out}: {index.tokens:,} tokens of {index.documents:,} documents, vocabulary {index.vocabulary:,}")
         terminal.say(f"train on it: `toolkit submit configs/gpt_fsdp.yaml data.name=tokens data.root={out}`")

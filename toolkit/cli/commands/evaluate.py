@@ -32,8 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit.base import fsio, logs, terminal
-    from toolkit.cli import show
-    from toolkit.plugins.inference import trained
+    from toolkit.plugins.inference import evaluate_and_export
 
     if args.per_class and args.images is not None:
         raise RequestError("--per-class: the classes of --images are not known; leave out one of them")
@@ -41,10 +40,10 @@ def run(args: Namespace) -> int:
     if args.submit:
         from toolkit.cli import follow
 
-        follow.announce(trained.submit_evaluation(run, args))
+        follow.announce(evaluate_and_export.submit_evaluation(run, args))
         return EXIT_DONE
-    output = trained.refuse_output(args.output, (".json",) if args.images is None else (".csv", ".jsonl"))
-    paths = trained.choose(run, args.checkpoint)
+    output = evaluate_and_export.refuse_output(args.output, (".json",) if args.images is None else (".csv", ".jsonl"))
+    paths = evaluate_and_export.choose(run, args.checkpoint)
     logs.setup()
     # Imports torch, so only after the request has been checked.
     from toolkit.plugins.inference import trained_model as inference
@@ -53,22 +52,21 @@ def run(args: Namespace) -> int:
         if args.images is not None:
             return _classify(model, args, output)
         recorded = {} if args.data else model.recorded()
-        found = {**model.as_json(), "metrics": inference.figures(model), "recorded": recorded}
+        found = {**model.as_json(), "metrics": inference.evaluate(model), "recorded": recorded}
         if args.per_class:
             found["classes"] = inference.by_class(model)
     if output is not None:
         fsio.write_json(output, found)
     if args.keep:
         fsio.write_json(run.path / "evaluation.json", found)
-    print(show.as_json(found) if args.json else trained.page(found))
+    print(arguments.as_json(found) if args.json else evaluate_and_export.format_text(found))
     return EXIT_DONE
 
 
 def _classify(model: Any, args: Namespace, output: Any) -> int:
     """Classify images. The exit code is 1 if an image could not be read."""
     from toolkit.base import fsio, terminal
-    from toolkit.cli import show
-    from toolkit.plugins.inference import trained
+    from toolkit.plugins.inference import evaluate_and_export
     from toolkit.plugins.inference import trained_model as inference
 
     folder = fsio.expand(args.images)
@@ -76,13 +74,13 @@ def _classify(model: Any, args: Namespace, output: Any) -> int:
     # A file gets the predictions; stdout gets them only without one, or as JSON.
     if output is not None:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        fsio.write_atomic(output, trained.as_csv(rows) if output.suffix == ".csv" else lines)
+        fsio.write_atomic(output, evaluate_and_export.as_csv(rows) if output.suffix == ".csv" else lines)
     with terminal.guarded():
         if args.json:
-            print(show.as_json({**model.as_json(), "predictions": rows}))
+            print(arguments.as_json({**model.as_json(), "predictions": rows}))
         elif output is None:
             # A program gets the files' names byte for byte.
-            text = trained.as_csv(rows)
+            text = evaluate_and_export.as_csv(rows)
             print(text.decode(errors="replace"), end="") if sys.stdout.isatty() else sys.stdout.buffer.write(text)
         else:
             print(f"{output}: {len(rows)} images")

@@ -13,7 +13,7 @@ EXAMPLES = (
         "submit a torchrun-style script and watch it",
     ),
     (
-        "toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- python train.py",
+        "toolkit exec --restart-args '--resume {newest:ckpt/*.pt}' -- python train.py",
         "a script that must be told where to continue",
     ),
     ("toolkit exec --name try --executor local -- python train.py", "on this machine, with a name"),
@@ -22,7 +22,7 @@ EXAMPLES = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "toolkit exec [--name NAME] [--executor E] [--on-restart WORDS]\n"
+        "toolkit exec [--name NAME] [--executor E] [--restart-args WORDS]\n"
         "                    [--after RUN] [--dry-run] [--wait] [--follow] [--json]\n"
         "                    [key=value ...] -- CMD"
     )
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--name", help="of the run; default: the script's")
     parser.add_argument("--executor", default="auto", help="auto (default), slurm, local; inside a job: right here")
     again = "words for the restarted script, such as '--resume {newest:ckpt/*.pt}': none until a file matches"
-    parser.add_argument("--on-restart", metavar="WORDS", help=again)
+    parser.add_argument("--restart-args", metavar="WORDS", help=again)
     arguments.add_after(parser)
     arguments.add_dry_run(parser)
     arguments.add_wait(parser)
@@ -41,15 +41,17 @@ def run(args: Namespace) -> int | None:
     from toolkit.run.submission import inside_allocation, submit
 
     if not args.words:
-        raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
-    if args.on_restart:
+        raise RequestError(
+            "toolkit exec: the command is missing; give it after `--`: toolkit exec cluster.nodes=2 -- python train.py"
+        )
+    if args.restart_args:
         from toolkit import config as configs
 
         try:
-            words = shlex.split(args.on_restart)
+            words = shlex.split(args.restart_args)
         except ValueError as error:  # an open quote
-            raise RequestError(f"--on-restart: {args.on_restart}: {error}") from None
-        args.overrides += [configs.argv_override(words, "on_restart")]
+            raise RequestError(f"--restart-args: {args.restart_args}: {error}") from None
+        args.overrides += [configs.argv_override(words, "restart_args")]
     if args.dry_run:
         chosen = {"name": args.name, "executor": args.executor, "after": args.after}
         print(submit.dry_run_command(args.words, args.overrides, **chosen))
@@ -63,4 +65,4 @@ def run(args: Namespace) -> int | None:
         submit.supervise_command(args.words, args.overrides, name=args.name)
         return None
     sent = submit.submit_command(args.words, args.overrides, name=args.name, executor=args.executor, after=args.after)
-    return follow.see_through(sent, args)
+    return follow.announce_and_wait(sent, args)

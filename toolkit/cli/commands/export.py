@@ -1,4 +1,4 @@
-"""a trained model as files that need no toolkit"""
+"""write a trained model as files that need no toolkit"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -21,18 +21,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     from toolkit.base import logs, terminal
-    from toolkit.cli import show
-    from toolkit.plugins.inference import trained
+    from toolkit.plugins.inference import evaluate_and_export
 
     if args.aot and args.form == "safetensors":
         raise RequestError("--aot: compiles the program, and --format safetensors makes none; leave out one of them")
     target = arguments.new_path("toolkit export", args.out)
-    paths = trained.choose(run := arguments.trusted_run(args), args.checkpoint)
+    paths = evaluate_and_export.choose(run := arguments.trusted_run(args), args.checkpoint)
     logs.setup()
     # Imports torch, so only after the request has been checked.
-    from toolkit.plugins.inference import program
+    from toolkit.plugins.inference import exported_program
     from toolkit.plugins.inference import trained_model as inference
 
     with terminal.unguarded(), inference.trained(run, paths, weights=args.weights) as model:
-        found = program.export(model, target, args.form, compiles=args.aot)
-    print(show.as_json(found) if args.json else trained.exported(found, target))
+        found = exported_program.export(model, target, args.form, compiles=args.aot)
+    print(arguments.as_json(found) if args.json else evaluate_and_export.exported(found, target))

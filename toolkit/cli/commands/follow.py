@@ -1,6 +1,6 @@
-"""how a run gets on and what it prints, until it has ended
+"""show a run's progress and output until it has ended
 
-As with `submit --follow`, of a run that goes on already. The exit code is the
+As with `submit --follow`, of a run that continues already. The exit code is the
 run's. Ctrl-C leaves the run alone.
 """
 

@@ -1,4 +1,4 @@
-"""the disk that each run takes, and the removal of old runs
+"""show the disk that each run takes, and remove old runs
 
 Nothing is removed without --remove, and a run that lives never. PURGED counts
 the files that a site's purge takes which goes by the last access.
@@ -29,7 +29,7 @@ def run(args: Namespace) -> None:
     from pathlib import Path
 
     from toolkit.base.errors import RequestError
-    from toolkit.cli import disk, selection, show
+    from toolkit.cli import disk, selection
     from toolkit.files import rundir
 
     if args.remove and args.older_than is None:
@@ -42,7 +42,7 @@ def run(args: Namespace) -> None:
     going = [row for row in rows if row["removed"]]
     # A removal that was interrupted has left folders that no listing shows.
     if args.remove:
-        disk.remove_graves()
+        disk.complete_removals(rundir.runs_root())
     for row in going if args.remove else ():
         disk.remove(rundir.RunDir(Path(row["path"])))
-    print(show.as_json(rows)) if args.json else disk.print_page(rows, going, args)
+    print(arguments.as_json(rows)) if args.json else disk.print_page(rows, going, args)

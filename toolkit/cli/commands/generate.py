@@ -30,12 +30,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     from toolkit.base import logs, terminal
-    from toolkit.cli import show
-    from toolkit.plugins.inference import trained
+    from toolkit.plugins.inference import evaluate_and_export
 
     _check(args)
     run = arguments.trusted_run(args)
-    paths = trained.choose(run, args.checkpoint)
+    paths = evaluate_and_export.choose(run, args.checkpoint)
     texts = args.texts or _lines()
     logs.setup()
     # Imports torch, so only after the request has been checked.
@@ -45,7 +44,7 @@ def run(args: Namespace) -> None:
     with terminal.unguarded(), inference.trained(run, paths, weights=args.weights) as model:
         found = inference.continuations(model, texts, args.max_tokens, sampling)
     if args.json:
-        print(show.as_json({**model.as_json(), "continuations": found}))
+        print(arguments.as_json({**model.as_json(), "continuations": found}))
         return
     for number, row in enumerate(found):
         if len(found) > 1:
@@ -56,9 +55,11 @@ def run(args: Namespace) -> None:
 def _check(args: Namespace) -> None:
     for name, value, least in (("max-tokens", args.max_tokens, 1), ("top-k", args.top_k, 1), ("seed", args.seed, 0)):
         if value is not None and not least <= value < 1 << 31:
-            raise RequestError(f"--{name} {value}: {least} or more, below 2**31")
+            raise RequestError(f"--{name}: {value} is out of range; must be {least} or more, and below 2**31")
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
-        raise RequestError(f"--temperature {args.temperature}: 0 or more; 0 takes the most likely token")
+        raise RequestError(
+            f"--temperature: {args.temperature} is out of range; must be 0 or more; 0 takes the most likely token"
+        )
 
 
 def _lines() -> list[str]:
@@ -68,7 +69,7 @@ def _lines() -> list[str]:
     try:
         lines = [line for line in sys.stdin.buffer.read().decode().splitlines() if line]
     except UnicodeDecodeError as error:
-        raise RequestError(f"toolkit generate: the standard input is no text in UTF-8: {error}") from None
+        raise RequestError(f"toolkit generate: the standard input is not text in UTF-8: {error}") from None
     if not lines:
         raise RequestError("toolkit generate: there is no text on the standard input")
     return lines

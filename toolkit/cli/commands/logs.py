@@ -1,4 +1,4 @@
-"""what the ranks print, the supervisor's log, or all by time
+"""show what the ranks print, the supervisor's log, or all by time
 
 Without options it is what rank 0 prints. The supervisor's log has the starts,
 failures and verdicts; it is shown where rank 0 has no log. The newest attempt
@@ -26,7 +26,7 @@ EXAMPLES = (
     ("toolkit logs gpt --tail 50", "the last lines that rank 0 of the newest run named gpt has printed"),
     ("toolkit logs gpt --rank 3 --follow", "what rank 3 prints, until the run has ended"),
     ("toolkit logs gpt --merged --attempt 2", "all ranks and the supervisor by time, each line with its writer"),
-    ("toolkit logs gpt --errors", "what the failed ranks said, the first failing rank first"),
+    ("toolkit logs gpt --errors", "what the failed ranks printed, the first to fail first"),
 )
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--supervisor", action="store_true", help="its log: starts, failures, verdicts")
     parser.add_argument("--attempt", type=int, help="default: the newest")
     parser.add_argument("--merged", action="store_true", help="all ranks and the supervisor, by time")
-    parser.add_argument("--errors", action="store_true", help="what the failed ranks said, the first failure first")
+    parser.add_argument("--errors", action="store_true", help="what the failed ranks printed, the first to fail first")
     parser.add_argument("--tail", type=int, metavar="N", help="the last N lines")
     parser.add_argument("--follow", action="store_true", help="print what is added until the run has ended")
 
@@ -83,9 +83,9 @@ def run(args: Namespace) -> None:
         at, text = log.position, log.read()
         is_idle = log.position == at and not text
         idle_reads = idle_reads + 1 if is_idle else 0
-        bar.over(text)
+        bar.print_above(text)
         if ended and is_idle:
-            bar.over(log.end())
+            bar.print_above(log.unterminated_line())
             return
         if args.follow and not text:
             bar.draw(log.drawn)

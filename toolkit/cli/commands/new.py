@@ -1,5 +1,6 @@
 """make a project of your own from an example"""
 
+import shlex
 from argparse import ArgumentParser, Namespace
 
 EXAMPLES = (
@@ -25,4 +26,5 @@ def run(args: Namespace) -> None:
 
     folder = fsio.expand(args.folder)
     print(*new.create(folder, args.example), sep="\n")
-    terminal.say(f"next: `cd {folder} && toolkit submit {new.target(folder.name, args.example)} --follow`")
+    there, target = shlex.quote(str(folder)), new.target(folder.name, args.example)
+    terminal.say(f"next: `cd {there} && toolkit submit {target} --follow`")

@@ -25,12 +25,12 @@ def run(args: Namespace) -> None:
     from toolkit.base.errors import RequestError
     from toolkit.cli import on_demand
     from toolkit.files import rundir
-    from toolkit.run.records.stop_request import UserRequest, Wish
+    from toolkit.run.records.user_requests import RequestKind, UserRequest
 
     of = rundir.find(args.run)
     if not 1 <= args.steps <= MAX_STEPS:
         raise RequestError(f"profile: --steps {args.steps}: from 1 to {MAX_STEPS}, or the trace gets too long")
-    wanted = UserRequest(Wish.PROFILE, time.time(), rank=args.rank, steps=args.steps, memory=args.memory)
+    wanted = UserRequest(RequestKind.PROFILE, time.time(), rank=args.rank, steps=args.steps, memory=args.memory)
     answer = on_demand.carry_out(of, wanted, args.wait_s, args.rank)
     first, count = answer.step or 0, answer.steps or 0
     print(f"run {of.id}, rank {args.rank}, step{'' if count == 1 else f's {first} to'} {first + count - 1}:")

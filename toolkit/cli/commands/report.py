@@ -1,4 +1,4 @@
-"""one HTML file about runs: curves, attempts, times, differences"""
+"""write an HTML file about runs: curves, attempts, times, changes"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -21,8 +21,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import time
 
-    from toolkit.base import fsio
-    from toolkit.cli import selection, show
+    from toolkit.base import fsio, terminal
+    from toolkit.cli import selection
     from toolkit.files import rundir
     from toolkit.plugins.report import compare, facts, page
 
@@ -45,7 +45,7 @@ def run(args: Namespace) -> None:
         raise RequestError("; ".join(unreadable))
     compared = facts.facts_of(other) if other else None
     if target is None:
-        print(show.as_json(compare.as_data(found, compared, unreadable)))
+        print(arguments.as_json(compare.as_data(found, compared, unreadable)))
         return
-    fsio.write_atomic(target, page.page(found, compared, unreadable, time.time()))
-    print(target)
+    fsio.write_atomic(target, page.saved_page(found, compared, unreadable, time.time()))
+    print(terminal.user_path(target))

@@ -2,7 +2,7 @@
 
 It runs the sources that it was submitted with; with --code those that the
 project has now. Changed keys hold from now on; a change with which a run cannot
-go on is refused before anything is queued.
+continue is refused before anything is queued.
 """
 
 import sys
@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
     from toolkit.base.terminal import say
     from toolkit.cli import follow
     from toolkit.run.prepare import snapshot
-    from toolkit.run.submission.resume import changed_rate, resume, saved_rates
+    from toolkit.run.submission.resume_run import changed_rate, resume, saved_rates
 
     chosen = arguments.trusted_run(args)
     changed = [] if args.code else snapshot.changed_since(chosen)
@@ -47,4 +47,4 @@ def run(args: Namespace) -> int:
         )
     if args.overrides and (change := changed_rate(chosen, step, saved)) is not None:
         say(f"{'note' if change.is_asked else 'warning'}: {change.text}", sys.stderr)
-    return follow.see_through(sent, args)
+    return follow.announce_and_wait(sent, args)

@@ -23,8 +23,10 @@ def run(args: Namespace) -> None:
     from toolkit.cli import disk
     from toolkit.files import rundir
 
-    disk.remove_graves()
+    disk.complete_removals(rundir.runs_root())
     runs = list(dict.fromkeys(rundir.find(name) for name in args.run))
+    for root in {each.path.parent.parent for each in runs}:  # a run may be given by its path
+        disk.complete_removals(root)
     used = disk.used_origins()
     for each in runs:
         disk.refuse(each, used)

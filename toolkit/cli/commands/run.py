@@ -1,4 +1,4 @@
-"""be one rank, under srun, torchrun, mpirun or alone"""
+"""run as one rank, under srun, torchrun, mpirun or alone"""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""a shell with a run's nodes, environment and sources
+"""open a shell with a run's nodes, environment and sources
 
 On Slurm it asks for the nodes of the run or config, and opens a shell on the
 first one; without Slurm, and inside a job, on this machine. cluster.setup is
@@ -30,17 +30,17 @@ def run(args: Namespace) -> None:
     import sys
 
     from toolkit.base import terminal
-    from toolkit.cli import surroundings
+    from toolkit.cli import shell_environment
     from toolkit.run.submission.executors import choose_executor
     from toolkit.slurm.srun_commands import salloc_argv
 
     is_here = "SLURM_JOB_ID" in os.environ and args.executor == "auto"
     executor = "local" if is_here else choose_executor(args.executor)
     if executor not in ("slurm", "local"):
-        raise RequestError(f"toolkit shell: --executor {executor}: slurm or local")
+        raise RequestError(f"--executor: unknown value {executor!r}; valid: slurm, local")
     if not args.words and not sys.stdin.isatty():
-        raise RequestError("toolkit shell: here is no terminal; `toolkit shell RUN -- CMD` runs a command")
-    found = surroundings.of(args.of, args.overrides)
+        raise RequestError("toolkit shell: this is not a terminal; `toolkit shell RUN -- CMD` runs a command")
+    found = shell_environment.environment_of(args.of, args.overrides)
     argv = found.command(args.words)
     if executor == "slurm":
         argv = salloc_argv(found.options(), argv, is_terminal=not args.words)

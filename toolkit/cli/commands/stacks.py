@@ -1,4 +1,4 @@
-"""what the ranks of a run do now: their Python stacks"""
+"""show what the ranks of a run do now: their Python stacks"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -17,12 +17,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import time
 
-    from toolkit.cli import on_demand, show
+    from toolkit.cli import on_demand
     from toolkit.files import rundir
-    from toolkit.run.records.stop_request import UserRequest, Wish
+    from toolkit.run.records.user_requests import RequestKind, UserRequest
 
     of = rundir.find(args.run)
-    answer = on_demand.carry_out(of, UserRequest(Wish.STACKS, time.time()), args.wait_s, args.rank)
+    answer = on_demand.carry_out(of, UserRequest(RequestKind.STACKS, time.time()), args.wait_s, args.rank)
     if args.rank is not None:
         answer = answer.replace(groups=tuple(group for group in answer.groups if args.rank in group.ranks))
-    print(show.as_json(answer.to_json()) if args.json else on_demand.stacks_page(of, answer))
+    print(arguments.as_json(answer.to_json()) if args.json else on_demand.stacks_page(of, answer))

@@ -1,4 +1,4 @@
-"""how runs stand, by their own files first and Slurm second
+"""show the state of runs, by their files first and Slurm second
 
 A run's own files come first. Slurm is asked, once for all, about runs that wait
 or whose supervisor is silent, and the answer is shared by all your processes.
@@ -35,7 +35,7 @@ def run(args: Namespace) -> None:
     import sys
     from pathlib import Path
 
-    from toolkit.cli import columns, run_rows, show
+    from toolkit.cli import columns, run_rows
     from toolkit.files import rundir
 
     gc.disable()  # with 10,000 rows its search for garbage takes as long as the rest, and there is none
@@ -44,25 +44,25 @@ def run(args: Namespace) -> None:
     if is_short and (sweeps := rundir.sweep_paths()):
         from toolkit.plugins.sweep import rows as sweep_rows
 
-        rows = sweep_rows.newest(runs, sweeps, show.status_rows)
+        rows = sweep_rows.newest(runs, sweeps, run_rows.status_rows)
     else:
-        rows = show.status_rows(selection.by_place(runs, args)[-10 if is_short else 0 :])
+        rows = run_rows.status_rows(selection.by_path(runs, args)[-10 if is_short else 0 :])
     rows = selection.by_state(rows, args.state)
     names = tuple(filter(None, (args.columns or "").split(",")))
     sort = args.sort or "run"
     if columns.needs_config((*names, sort)):
-        configs = run_rows.read_all(run_rows.read_config, [rundir.RunDir(Path(row.path)) for row in rows])
+        configs = run_rows.map_runs(run_rows.read_config, [rundir.RunDir(Path(row.path)) for row in rows])
         for row, config in zip(rows, configs, strict=True):
             row.config = config
     columns.check((*names, sort), rows)
     if args.sort or args.reverse:  # else they are in the order of their names, or in the one asked for
         rows = columns.in_order(rows, sort, args.reverse)
     if args.json:
-        print(show.as_json([vars(row) for row in rows]))
+        print(arguments.as_json([vars(row) for row in rows]))
         return
     if not rows and runs:
         print(f"none of the {len(runs)} runs under {rundir.runs_root()} matches these filters")
         return
     # A program that asks for columns gets them whole.
     is_whole = names and not sys.stdout.isatty()
-    show.print_rows(rows, names, None if is_whole else tables.width(args))
+    columns.print_rows(rows, names, None if is_whole else tables.width(args))

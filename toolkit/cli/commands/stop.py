@@ -22,7 +22,7 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
     from toolkit.base.terminal import say
     from toolkit.files import rundir
     from toolkit.run.attempt import advice
-    from toolkit.run.records import stop_request
+    from toolkit.run.records import user_requests
     from toolkit.run.submission.handle import attach
 
     run = rundir.find(name)
@@ -31,8 +31,8 @@ def ask_to_end(name: str, how: str, text: str, **options: bool) -> None:
         say(f"run {run.id} has already ended: {result.state}")
         return
     # Asking again is harmless, but the answer should say so.
-    before = stop_request.asked(run)
+    before = user_requests.read_intent(run)
     getattr(attach(run), how)(**options)
-    if before in (how, stop_request.Intent.CANCEL):
+    if before in (how, user_requests.Intent.CANCEL):
         text = f"{before} was asked for before; asking again changes nothing"
     say(f"run {run.id}: {text}; {advice.after_request(run, how)}")

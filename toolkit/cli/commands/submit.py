@@ -35,4 +35,4 @@ def run(args: Namespace) -> int | None:
     from toolkit.cli import follow
 
     sent = submit.submit(args.config, args.overrides, executor=args.executor, after=args.after)
-    return follow.see_through(sent, args)
+    return follow.announce_and_wait(sent, args)

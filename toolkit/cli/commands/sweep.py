@@ -2,15 +2,15 @@
 
 from argparse import ArgumentParser, Namespace
 
-from toolkit.base.errors import RequestError, nearest
+from toolkit.base.errors import RequestError, did_you_mean
 from toolkit.cli import arguments, tables
 
 EXAMPLES = (
     ("toolkit sweep configs/digits_ddp.yaml optim.lr=1e-2,1e-1 train.seed=0..4", "ten runs, as one job array"),
     ("toolkit sweep gpt.yaml 'optim.lr=log(1e-4,1e-1)' --random 50 --dry-run", "list a sample"),
     ("toolkit sweep train.py args.lr=0.1,0.03 -- --epochs 90", "a script, with other values of its option --lr"),
-    ("toolkit sweep status digits-ddp", "how its points stand, and why"),
-    ("toolkit sweep retry digits-ddp", "submit again what has failed"),
+    ("toolkit sweep status digits-ddp", "the state of each point, and why"),
+    ("toolkit sweep retry digits-ddp", "resubmit the failed points"),
 )
 
 VERBS = ("status", "retry", "stop", "best", "export")
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     optuna = "have N points, those that are new chosen by Optuna from the results so far; see --metric"
     parser.add_argument("--optuna", type=int, metavar="N", help=optuna)
     parser.add_argument("--seed", type=int, metavar="N", help="of --random and --optuna; default 0")
-    parser.add_argument("--max-running", type=int, metavar="N", help="the most runs that work at a time")
+    parser.add_argument("--max-running", type=int, metavar="N", help="the most runs at a time")
     metric = "to compare runs by; a minus before it if less is better: -eval/loss"
     parser.add_argument("--metric", help=metric)
     arguments.add_after(parser)
@@ -45,10 +45,10 @@ def run(args: Namespace) -> int | None:
 
     if args.config in VERBS:
         return sweeps.look_after(args)
-    close = nearest(args.config, VERBS)
+    close = did_you_mean(args.config, VERBS)
     if close and "." not in args.config and not Path(args.config).exists():
         raise RequestError(
-            f"toolkit sweep: {args.config!r} is no config file and no verb; {close}verbs: {', '.join(VERBS)}"
+            f"toolkit sweep: {args.config!r} is not a config file or a verb; {close}verbs: {', '.join(VERBS)}"
         )
     sweeps.submit(args)
     return None

@@ -32,7 +32,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", nargs="*", metavar="RUN", help="default: all runs")
+    parser.add_argument("run", nargs="*", metavar="RUN", help=f"default: the newest {MOST_RUNS}")
     parser.add_argument("--port", type=int, default=6006)
     host = "the address to serve at; default: this machine only"
     parser.add_argument("--host", default="localhost", help=host)
@@ -51,26 +51,29 @@ def run(args: Namespace) -> None:
         terminal.say(f"the newest {MOST_RUNS} of {len(runs)} runs; name others to see them", sys.stderr)
         runs = runs[-MOST_RUNS:]
     if args.host not in _HERE or "SSH_CONNECTION" in os.environ:
-        terminal.say(f"from your own machine: {_tunnel(args.host, args.port)}", sys.stderr)
+        terminal.say(
+            f"from your own machine: `{tunnel_command(args.host, args.port)}`, then open http://localhost:{args.port}",
+            sys.stderr,
+        )
     argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", os.fspath(_links(runs))]
     os.execv(argv[0], [*argv, "--port", str(args.port), "--host", args.host])
 
 
-def _tunnel(host: str, port: int) -> str:
+def tunnel_command(host: str, port: int) -> str:
     """Return the command that makes ``port`` of ``host`` reachable from the user's own machine, by its login node."""
     # SSH_CONNECTION holds the addresses and ports of both ends, ssh(1): the third word is this machine's. In a job it
     # is of the shell that has submitted it.
     words = os.environ.get("SSH_CONNECTION", "").split()
     login = words[2] if len(words) == 4 else os.environ.get("SLURM_SUBMIT_HOST") or socket.gethostname()
     user = f"{os.environ['USER']}@" if os.environ.get("USER") else ""
-    target, end = shlex.quote(f"{user}{login}"), host
-    if host in (*_HERE, *_EVERYWHERE):
+    target, end = shlex.quote(f"{user}{login}"), f"[{host}]" if ":" in host else host
+    if host in _EVERYWHERE:
         end = "localhost"
     if "SLURM_JOB_ID" in os.environ and host in _EVERYWHERE:
         end = socket.gethostname()
     elif "SLURM_JOB_ID" in os.environ and host in _HERE:  # only the node itself can reach it
         target = f"-J {target} {shlex.quote(f'{user}{socket.gethostname()}')}"
-    return f"`ssh -N -L {port}:{end}:{port} {target}`, then open http://localhost:{port}"
+    return f"ssh -N -L {port}:{end}:{port} {target}"
 
 
 def _links(runs: Sequence[RunDir]) -> Path:

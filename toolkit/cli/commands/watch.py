@@ -1,4 +1,4 @@
-"""a live table of runs, from their files each second
+"""show a live table of runs, from their files each second
 
 The files of the runs are read each second. Slurm is asked about those that
 wait, at most 120 times an hour. q or Ctrl-C ends it, and the runs continue.
@@ -11,10 +11,10 @@ from argparse import ArgumentParser, Namespace
 from toolkit.cli import selection
 
 EXAMPLES = (
-    ("toolkit watch", "all runs that go on or have ended in the last hour"),
+    ("toolkit watch", "all runs in progress, and those that ended in the last hour"),
     (
         "toolkit watch --name 'gpt*' --columns run,state,step,loss,eval/accuracy",
-        "runs by name, with columns of one's own",
+        "runs by name, with chosen columns",
     ),
     ("toolkit watch gpt", "one run"),
 )

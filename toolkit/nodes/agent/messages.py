@@ -7,17 +7,18 @@ The agents send everything else.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from toolkit.files.records import JsonRecord, Leaf, Misfit, decode
-from toolkit.nodes.agent.reports import Digest, Standing
+from toolkit.files.records import JsonRecord, Scalar, SchemaError, decode
+from toolkit.nodes.agent.reports import ProgressSummary, RankProgress
 
 #: A text with any characters, such as a path or a variable that is not UTF-8.
-_Raw: TypeAlias = Annotated[str, Leaf("text", lambda value: isinstance(value, str))]
+_Raw: TypeAlias = Annotated[str, Scalar("text", lambda value: isinstance(value, str))]
 #: Negative: the number of the signal that has ended the process.
-ExitCode: TypeAlias = Annotated[int, Leaf("an exit code", lambda value: type(value) is int)]
+ExitCode: TypeAlias = Annotated[int, Scalar("an exit code", lambda value: type(value) is int)]
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class CheckOrder(NodeRequest):
 
 
 @dataclass(frozen=True)
-class ConnectionsOrder(NodeRequest):
-    """Tell which addresses leave connections unanswered, by a :class:`ConnectionsAnswered`."""
+class StuckConnectionsOrder(NodeRequest):
+    """Tell which addresses leave connections unanswered, by a :class:`StuckConnectionsAnswered`."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class ReportsOrder(NodeRequest):
 
 @dataclass(frozen=True)
 class StacksOrder(NodeRequest):
-    """Report what the ranks of the node do, as ``command`` finds it: :mod:`toolkit.plugins.node_watch.stack_digest`."""
+    """Report what the ranks of the node do, as ``command`` finds it: `node_watch.stack_summary`."""
 
     attempt: int
     command: tuple[_Raw, ...]
     run: _Raw  #: its folder
-    standings: tuple[Standing, ...]
+    rank_progress: tuple[RankProgress, ...]
     whole: bool = False
     outside: bool = False
     may_end: bool = False
@@ -78,14 +79,14 @@ class StacksOrder(NodeRequest):
 
 @dataclass(frozen=True)
 class WatchRanksOrder(NodeRequest):
-    """Watch a script that reports nothing by ``command``, which sends :class:`RankActivity`. Without it stop that."""
+    """Watch a script that reports nothing by ``command``, which sends :class:`ScriptRankStatus`; else stop it."""
 
     attempt: int
     command: tuple[_Raw, ...]
 
 
 @dataclass(frozen=True)
-class OrderedProcess(JsonRecord):
+class ProcessSpec(JsonRecord):
     """A process to start. ``rank``: None for the attempt's store."""
 
     rank: int | None
@@ -102,15 +103,20 @@ class StartOrder(Message):
     command: tuple[_Raw, ...]
     environ: Mapping[str, _Raw]  #: what differs from the agents' environment
     unset: tuple[_Raw, ...]
-    processes: tuple[OrderedProcess, ...]
+    processes: tuple[ProcessSpec, ...]
     cpus_per_task: int | None
     tasks_per_gpu: int
     gets_signals: bool  #: those that Slurm sends a job; else the agent passes them on
 
 
+#: Signals that also end ranks that have not started yet. Sent to nobody they would be lost: the ranks would start, and
+#: never hear that they are to end.
+ENDING = (signal.SIGKILL, signal.SIGTERM)
+
+
 @dataclass(frozen=True)
 class SignalOrder(Message):
-    """Send all ranks of an attempt a signal."""
+    """Send all ranks of an attempt a signal; one in ``ENDING`` also ends those that have not started."""
 
     attempt: int
     number: int
@@ -168,7 +174,7 @@ class AgentHere(Message):
 class NodeAlive(Message):
     """What an agent sends each second: the ranks' progress, and a new sample of what the job uses, if there is one."""
 
-    progress: Digest | None = None
+    progress: ProgressSummary | None = None
     usage: Mapping[str, Any] | None = None  #: a ``NodeUsage`` of :mod:`toolkit.plugins.node_watch.usage`
 
 
@@ -205,7 +211,7 @@ class CheckAnswered(RequestAnswered):
 
 
 @dataclass(frozen=True)
-class ConnectionsAnswered(RequestAnswered):
+class StuckConnectionsAnswered(RequestAnswered):
     """Addresses that leave connections of the node unanswered."""
 
     addresses: tuple[str, ...]
@@ -213,7 +219,7 @@ class ConnectionsAnswered(RequestAnswered):
 
 @dataclass(frozen=True)
 class StacksAnswered(RequestAnswered):
-    """What the ranks of the node do: the groups of :mod:`toolkit.plugins.node_watch.stack_digest` as JSON."""
+    """What the ranks of the node do: the groups of :mod:`toolkit.plugins.node_watch.stack_summary` as JSON."""
 
     groups: Any
 
@@ -279,7 +285,7 @@ class NodeStaged(Message):
 
 
 @dataclass(frozen=True)
-class RankActivity(Message):
+class ScriptRankStatus(Message):
     """What a rank of a script that reports nothing does, as its node sees it."""
 
     attempt: int
@@ -305,10 +311,10 @@ def encoded(message: Message) -> bytes:
 
 
 def decoded(content: bytes) -> Message:
-    """Return the message in ``content``. Raises Misfit."""
+    """Return the message in ``content``. Raises SchemaError."""
     try:
         name, fields = json.loads(content)
         kind = _KINDS[name]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Misfit(f"{content[:80]!r} is not a message") from None
+        raise SchemaError(f"{content[:80]!r} is not a message") from None
     return decode(kind, fields)

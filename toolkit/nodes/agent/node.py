@@ -21,16 +21,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from toolkit.base import fsio, logs, this_node
 from toolkit.base.this_node import bare_python
 from toolkit.devices import on_node
-from toolkit.nodes.agent import link, messages, parts, preimports, reports
+from toolkit.nodes.agent import agent_components, messages, preimports, reports, wire_protocol
 from toolkit.nodes.agent.die_with_parent import SIGNALS, ignore_signals
-from toolkit.nodes.agent.helpers import Helpers
-from toolkit.nodes.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, StrangerError
+from toolkit.nodes.agent.helpers import Helpers, parsed
 from toolkit.nodes.agent.processes import Processes
 from toolkit.nodes.agent.reports import Inbox, NodeProgress, addresses, token_of
+from toolkit.nodes.agent.wire_protocol import HEARTBEAT_S, SILENT_S, AuthenticatedConnection, AuthenticationError
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -69,16 +70,16 @@ class Agent:
         self._kept: list[messages.Message] = []  #: those ``ABOUT_THE_NODE``
         self._give_up_at = math.inf  #: the time by which the next supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
-        self._ignored = logs.SparseWarnings(log)
+        self._ignored = logs.RateLimitedWarnings(log)
         self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
         self._is_alone = self._is_over = False  #: the supervisor is lost for good; all is done
         self._watch_order: messages.WatchBatchHostOrder | None = None
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._monitor = parts.node_monitor(self._helpers, self._send)
+        self._monitor = agent_components.node_monitor(self._helpers, self._send)
         self._processes = Processes(self._selector, self._send, imports)
-        self._copies = parts.copy_keeper(self._helpers, self._processes, self._send)
+        self._copies = agent_components.file_stager(self._helpers, self._processes, self._send)
 
     def serve(self) -> None:
         """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
@@ -93,7 +94,7 @@ class Agent:
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
         if on_node.has_gpus():  # before the first ranks, which wait for the import of torch
-            self._helpers.ask_if_possible(GPUS_COMMAND, self._processes.take_gpus)
+            self._helpers.ask_if_possible(GPUS_COMMAND, self._processes.set_near_cpus)
         next_heartbeat = 0.0
         try:
             while not self._is_over:
@@ -109,8 +110,8 @@ class Agent:
                 self._watch_the_batch_host()
                 if now >= next_heartbeat:
                     next_heartbeat = now + HEARTBEAT_S
-                    self._send(messages.NodeAlive(self._progress.digest(), self._monitor.at_heartbeat()))
-                    self._processes.look_at_the_clock()
+                    self._send(messages.NodeAlive(self._progress.summarize(), self._monitor.at_heartbeat()))
+                    self._processes.check_timers()
         finally:
             self._processes.end_all()
             deadline = time.monotonic() + STRAYS_S
@@ -120,7 +121,7 @@ class Agent:
 
     def _open_connection(self, *, again: bool) -> None:
         """Connect, and send what a supervisor that was not there before must know. Raises OSError."""
-        connection, self._link = self._connect(), AuthenticatedLink(self._secret, "agent")
+        connection, self._link = self._connect(), AuthenticatedConnection(self._secret, "agent")
         self._connection = connection
         self._selector.register(connection, selectors.EVENT_READ, self._receive)
         connection.sendall(self._link.greeting)
@@ -164,8 +165,8 @@ class Agent:
                 self._processes.warm()
             case messages.CheckOrder():
                 self._check(order)
-            case messages.ConnectionsOrder():
-                self._send(messages.ConnectionsAnswered(order.request, tuple(sorted(link.unanswered()))))
+            case messages.StuckConnectionsOrder():
+                self._send(messages.StuckConnectionsAnswered(order.request, tuple(sorted(wire_protocol.unanswered()))))
             case messages.StartOrder():
                 # First, since files of a copy may have been removed since the last start.
                 self._copies.check()
@@ -216,7 +217,7 @@ class Agent:
         try:
             self._open_connection(again=True)
         except OSError as error:
-            log.warning("there is none: %s", error)
+            log.warning("there is no other supervisor: %s", error)
             self._be_alone()
 
     def _close_connection(self) -> None:
@@ -247,7 +248,7 @@ class Agent:
             os.kill(self._watcher, signal.SIGKILL)
             self._watcher = None
         elif self._watcher is None and is_silent and silent_s > SILENT_S + order.turn * TURN_S:
-            log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
+            log.warning("the supervisor has been silent for %.0f s: checking the batch host", silent_s)
             with contextlib.suppress(OSError):  # no memory or no processes are left: tried again within a second
                 self._watcher = self._helpers.start(order.command)
 
@@ -270,10 +271,10 @@ class Agent:
         for text in [] if self._is_alone else self._inbox.take():
             report = reports.parse(text)
             if report is None:
-                self._ignored.warn("a report that is none was ignored: %.80r", text)
+                self._ignored.warn("an invalid report was ignored: %.80r", text)
                 continue
             # A rank's first report is sent at once, not with the next digest, and rank 0's reports are sent whole.
-            if self._progress.hear(report):
+            if self._progress.on_report(report):
                 first.setdefault(report.attempt, []).append(report.rank)
             if report.rank == 0:
                 self._send(messages.MainRankReport(text.decode()))
@@ -282,13 +283,14 @@ class Agent:
 
     def _digest_stacks(self, order: messages.StacksOrder) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""
-        standings = tuple(self._progress.standing(order.attempt, rank.rank) or rank for rank in order.standings)
+        rank_progress = tuple(self._progress.of_rank(order.attempt, rank.rank) or rank for rank in order.rank_progress)
 
         def take(text: bytes) -> None:
-            with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
-                self._send(messages.StacksAnswered(order.request, json.loads(text)))
+            groups = parsed(text, list[Any])
+            if groups is not None:
+                self._send(messages.StacksAnswered(order.request, groups))
 
-        asked = order.replace(standings=standings).to_json()
+        asked = order.replace(rank_progress=rank_progress).to_json()
         self._helpers.ask_if_possible(order.command, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
@@ -317,20 +319,20 @@ class Agent:
 def _connect(host: str, port: int) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=CONNECT_S)
     connection.settimeout(None)
-    link.notice_death(connection, GONE_S)
+    wire_protocol.enable_keepalive(connection, GONE_S)
     return connection
 
 
 def main(arguments: Sequence[str]) -> None:
     """Connect to the supervisor, and serve it."""
     ignore_signals()  # until there may be ranks to pass them on to
-    fsio.keep_private()
+    fsio.set_private_umask()
     secret_file, logs_dir, host, port, start = arguments[:5]
     name = arguments[5] if len(arguments) > 5 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         secret = fsio.read_bytes(Path(secret_file))
     except OSError as error:
-        sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
+        sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder remounted on {name}")
     # Redirect stdout and stderr, the zygote's too. Where the file cannot be written they go nowhere. srun's --output is
     # not used: with it Slurm starts nothing on such a node, and the reason would not be known.
     log_path = Path(logs_dir) / f"agent-{name}.log"
@@ -351,7 +353,7 @@ def main(arguments: Sequence[str]) -> None:
         inbox, imports = Inbox(addresses(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / preimports.NAME
         who = name, int(start)
         Agent(partial(_connect, host, int(port)), secret, who, inbox, imports).serve()
-    except StrangerError as error:
+    except AuthenticationError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
 
 

@@ -31,7 +31,7 @@ TRIAL_S = 120
 inherited: frozenset[str] | None = None
 
 
-def note(path: Path) -> None:
+def record_imports(path: Path) -> None:
     """Write the names of the installed modules that this process imported after its fork, if it is one."""
     if inherited is None:
         return
@@ -50,7 +50,7 @@ def note(path: Path) -> None:
         _write(path, _Imports([*noted, *new]))
 
 
-def learn(path: Path, varying: Collection[str]) -> list[str]:
+def import_recorded(path: Path, varying: Collection[str]) -> list[str]:
     """Import the modules of the file, and return those imported. Packages that a trial found harmful are left out.
 
     ``varying`` are the environment variables in which the ranks differ. Before a rank has been forked there are none,
@@ -125,7 +125,7 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
         before, threads = set(sys.modules), _threads()
         with _watched(varying) as reads:
             imported = [import_quietly(name) for name in modules if _package(name) == package]
-        has_opened_gpu = has_gpu()  # asked once: it takes a fork of all that is imported
+        has_opened_gpu = fork_breaks_gpu()  # asked once: it takes a fork of all that is imported
         if reads or not all(imported) or _threads() != threads or has_opened_gpu:
             found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
         if has_opened_gpu:  # the packages after it can no longer be judged
@@ -161,7 +161,7 @@ def _threads() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
-def has_gpu() -> bool:
+def fork_breaks_gpu() -> bool:
     """True if a fork of this process could not use its GPU.
 
     That GPU was opened, or its runtime was asked how many there are, as torch does where the driver does not answer.

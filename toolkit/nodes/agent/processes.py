@@ -85,12 +85,12 @@ class Processes:
         self._zygote: ZygoteClient | None = None
         self._is_wanted = False  #: a zygote for ranks, as soon as nothing is held
         self.copies: dict[str, str] = {}  #: that processes are started with, see toolkit.base.staged
-        self._held_until: float | None = None  #: nothing is started until then, see :meth:`hold`
+        self._held_until: float | None = None  #: nothing is started until then, see :meth:`defer_starts`
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
 
-    def take_gpus(self, text: bytes) -> None:
+    def set_near_cpus(self, text: bytes) -> None:
         """Take what `toolkit.devices.on_node` has printed: the CPUs near each GPU, or nothing."""
         self.near_gpus = parsed(text or b"[]", list[list[int]]) or []
 
@@ -116,14 +116,14 @@ class Processes:
             # Where ranks gain nothing by a fork, the store alone is forked.
             forks, python = "ranks" if self._is_wanted else "store", self._program(sys.executable)
             self._zygote = zygote = ZygoteClient(self._imports, python, environ, forks=forks)
-            self._selector.register(zygote.socket, selectors.EVENT_READ, lambda: self._hear_zygote(zygote))
+            self._selector.register(zygote.socket, selectors.EVENT_READ, lambda: self._receive_from_zygote(zygote))
         return self._zygote
 
     def _program(self, program: str) -> str:
         copy = staged.moved(Path(program), self.copies)
         return program if copy == Path(program) else str(copy)
 
-    def hold(self, wait_s: float) -> None:
+    def defer_starts(self, wait_s: float) -> None:
         """Have nothing started until copies are there, or ``wait_s`` have passed."""
         self._held_until = time.monotonic() + wait_s
 
@@ -137,7 +137,7 @@ class Processes:
             self._wanted_zygote()
         self._start_waiting()
 
-    def look_at_the_clock(self) -> None:
+    def check_timers(self) -> None:
         now, zygote = time.monotonic(), self._zygote
         self.report_ended()
         if self._held_until is not None and now >= self._held_until:
@@ -147,16 +147,16 @@ class Processes:
         # Have the zygote import what the ranks had to, once these have trained for a while.
         if self._imports and zygote and zygote.can_fork and self._children and now >= self._learn_at:
             self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
-            zygote.learn()
+            zygote.request_imports()
 
-    def _hear_zygote(self, zygote: ZygoteClient) -> None:
+    def _receive_from_zygote(self, zygote: ZygoteClient) -> None:
         if zygote is not self._zygote:
             return  # it was ended after the selector had looked
         was_ready = zygote.was_ready
-        if not zygote.hear():
+        if not zygote.receive():
             self._selector.unregister(zygote.socket)
             if zygote.is_of_a_copy and not was_ready:
-                log.warning("a process of the copied environment cannot be started: another one does without copies")
+                log.warning("a process of the copied environment cannot be started: starting one without copies")
                 self.copies, self._zygote = {}, None
                 self._wanted_zygote()
                 return
@@ -165,7 +165,7 @@ class Processes:
             self._send(messages.ZygoteReady(took["import_s"], took["waited_s"], zygote.is_of_a_copy, zygote.has_torch))
         # A module that a rank imported has spoiled the zygote: start another that learns nothing.
         if not zygote.can_fork and self._imports and zygote.has_learnt:
-            log.warning("importing what the ranks import has failed: another zygote does without")
+            log.warning("importing the ranks' modules has failed: starting a zygote without them")
             self._imports = None
             self._end_zygote()
             self._wanted_zygote()
@@ -207,9 +207,9 @@ class Processes:
                 environ.pop(name, None)
             environ = staged.environment(self.copies, environ)
             if child.rank is not None:
-                environ |= {state_memory.VARIABLE: memory, state_memory.PIXELS: self._memory.pixels}
+                environ |= {state_memory.VARIABLE: memory, state_memory.PIXEL_FILE: self._memory.pixel_file}
             if sharing > 1:
-                environ |= kinds.one_visible(environ, place // sharing)
+                environ |= kinds.single_gpu_variables(environ, place // sharing)
             files = [os.devnull, process.log, process.log]
             theirs: list[int] = []
             try:
@@ -298,8 +298,8 @@ class Processes:
                 self._send(messages.AgentSignalled())
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
-        """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""
-        if number is signal.SIGKILL:
+        """Send all ranks of an attempt a signal, see :class:`messages.SignalOrder`."""
+        if number in messages.ENDING:
             for order in [order for order in self._waiting if order.attempt == attempt]:
                 # An order that waits for the zygote has no processes: withdraw it, and report its ranks as killed.
                 if order.processes[0].rank is not None:
@@ -472,12 +472,12 @@ class ZygoteClient:
         self._awaited_since = time.monotonic()  #: the last import
         self._stopped_since: float | None = None
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Take the message that the zygote has imported; return False when it has ended."""
         line, self.is_importing = "", False
         with contextlib.suppress(OSError):  # it was given up
             line = self._lines.readline()
-        if not line:
+        if not line.endswith("\n"):  # it may have died in the middle of one
             self.can_fork, self.has_ended = False, True
             log.warning("the zygote has ended: ranks start as fresh interpreters")
             return False
@@ -497,14 +497,14 @@ class ZygoteClient:
             log.info("imported %d modules more that ranks import, in %.1f s", ready["learnt"], ready["import_s"])
         return True
 
-    def learn(self) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed by hear()
+    def request_imports(self) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed by receive()
             self._lines.write("{}\n")
             self._lines.flush()
             self.is_importing, self._awaited_since = True, time.monotonic()
 
     def end_if_silent(self) -> None:
-        """Kill a zygote that imports for too long, or is stopped. Its end is noticed by :meth:`hear`."""
+        """Kill a zygote that imports for too long, or is stopped. Its end is noticed by :meth:`receive`."""
         now, stat = time.monotonic(), procfs.read(self.pid)
         is_stopped = stat is not None and stat.state in "Tt"
         self._stopped_since = (self._stopped_since or now) if is_stopped else None
@@ -525,7 +525,7 @@ class ZygoteClient:
             self.end()
         except OSError:  # it has died
             pass
-        if not line:
+        if not line.endswith("\n"):
             self.can_fork = False
             return None
         answer = json.loads(line)
@@ -607,7 +607,7 @@ def receivers(leader: int, number: signal.Signals) -> set[int]:
 
     def below(pid: int) -> tuple[set[int], bool]:
         """Return the processes at ``pid`` and below that are to get it, and whether one of them handles it."""
-        handles = pid in stats and stats[pid].handles(number)
+        handles = pid in stats and stats[pid].catches_signal(number)
         if handles and not _is_shell(pid):
             return {pid}, True
         branches = [below(child) for child in children[pid]]
@@ -617,7 +617,7 @@ def receivers(leader: int, number: signal.Signals) -> set[int]:
     found, is_handled = below(leader)
     living = {pid for pid in found if pid in stats and not stats[pid].has_ended}
     if is_handled and number is not signal.SIGTERM:
-        return {pid for pid in living if stats[pid].handles(number)}
+        return {pid for pid in living if stats[pid].catches_signal(number)}
     return living
 
 

@@ -1,7 +1,7 @@
 """What a node's ranks report, the agent's digest of it, and the socket that carries it.
 
 A rank reports every second, whether anything is new or not: that is its sign of life. The agent keeps the newest report
-of each rank and sends the supervisor one :class:`Digest` a second.
+of each rank and sends the supervisor one :class:`ProgressSummary` a second.
 
 Each report is one message over an abstract Unix socket: a rank finds its name from inside a container, too, and it is
 gone as soon as the agent is. Every user of the node may connect to it, and may bind the name when an agent has ended.
@@ -73,7 +73,7 @@ def parse(data: bytes) -> RankReport | None:
 
 
 @dataclass(frozen=True)
-class Standing(JsonRecord):
+class RankProgress(JsonRecord):
     """How far a rank is."""
 
     rank: int
@@ -84,7 +84,7 @@ class Standing(JsonRecord):
 
 
 @dataclass(frozen=True)
-class Digest(JsonRecord):
+class ProgressSummary(JsonRecord):
     """The progress of the ranks of one node in an attempt: as long for many ranks as for one."""
 
     attempt: int
@@ -117,7 +117,7 @@ class NodeProgress:
         self._attempt, self._moves = 0, 0
         self._ranks: dict[int, _Rank] = {}
 
-    def hear(self, report: RankReport) -> bool:
+    def on_report(self, report: RankReport) -> bool:
         """Take a report. True if it is its rank's first in this attempt. Earlier attempts' reports are ignored."""
         self._pass_time()
         if report.attempt < self._attempt:
@@ -138,7 +138,7 @@ class NodeProgress:
             rank.phase, rank.position = phase, position
         return is_first
 
-    def digest(self) -> Digest | None:
+    def summarize(self) -> ProgressSummary | None:
         """Return the progress of all ranks; None before the first report. Call it every ``LONGEST_LOOK_S`` or so."""
         self._pass_time()
         if not self._ranks:
@@ -147,15 +147,15 @@ class NodeProgress:
         done = [step for step in steps if step is not None]
         least = min(done) if len(done) == len(steps) else None
         silent = sum(map(self._is_silent, self._ranks.values()))
-        return Digest(self._attempt, len(steps), silent, self._moves, least, max(done, default=None))
+        return ProgressSummary(self._attempt, len(steps), silent, self._moves, least, max(done, default=None))
 
-    def standing(self, attempt: int, rank: int) -> Standing | None:
+    def of_rank(self, attempt: int, rank: int) -> RankProgress | None:
         """Return where ``rank`` stands now; None where it has not reported in ``attempt``."""
         self._pass_time()
         known = self._ranks.get(rank) if attempt == self._attempt else None
         if known is None or known.position is None:
             return None
-        return Standing(rank, known.phase, known.position[0], self._now - known.moved, self._is_silent(known))
+        return RankProgress(rank, known.phase, known.position[0], self._now - known.moved, self._is_silent(known))
 
     def _is_silent(self, rank: _Rank) -> bool:
         return self._now - rank.heard > SILENT_S

@@ -14,7 +14,7 @@ from toolkit.base import logs
 #: Tells a rank the files of its node: ``PID:FD,FD,...``, descriptors of the agent.
 VARIABLE = "TOOLKIT_STATE_MEMORY"
 #: Tells a rank the path of its node's file for decoded images.
-PIXELS = "TOOLKIT_PIXEL_MEMORY"
+PIXEL_FILE = "TOOLKIT_PIXEL_MEMORY"
 #: Two for what all ranks have in common, from which each rank of the node reads.
 FILES_A_NODE = 2
 #: Two for the rank's own state, and two for that of a rank on another node.
@@ -30,7 +30,7 @@ class NodeFiles:
 
     def __init__(self) -> None:
         self._files: list[int] = []
-        self.pixels = f"/proc/{os.getpid()}/fd/{os.memfd_create('pixels')}"  #: the file for decoded images
+        self.pixel_file = f"/proc/{os.getpid()}/fd/{os.memfd_create('pixels')}"  #: the file for decoded images
 
     def hold(self, ranks: int) -> str:
         """Hold the files of that many ranks. Return the value of ``VARIABLE``, empty for too many."""

@@ -48,7 +48,7 @@ MODULES = {
         "torch.distributed.checkpoint",
         "torch.utils.tensorboard",
         "toolkit.run.rank.main",
-        "toolkit.train.run_job",
+        "toolkit.train.job",
         "toolkit.train.user_loop",
         "toolkit.cli.main",
         "toolkit.cli.commands.run",
@@ -58,7 +58,7 @@ MODULES = {
     ),
     "store": ("toolkit.ranks.store_host",),
 }
-#: A variable of this process that makes room for those of a rank, see :func:`show`.
+#: A variable of this process that makes room for those of a rank, see :func:`set_process_title`.
 ROOM_VARIABLE = "TOOLKIT_ROOM"
 ROOM_BYTES = 1 << 13
 #: The interpreter's exit code where the last of its output could not be written.
@@ -81,7 +81,7 @@ def main() -> None:
     die_with(os.getppid(), signal.SIGKILL)
     ignore_signals()
     agent = socket.socket(fileno=int(sys.argv[1]))
-    show([*sys.orig_argv[:-1]], {})
+    set_process_title([*sys.orig_argv[:-1]], {})
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
     began, waited_s = time.monotonic(), _waited_s()
@@ -135,11 +135,11 @@ def _waited_s() -> float:
 def _learn(lines: Any, varying: Collection[str], began: float, waited_s: float = 0.0) -> None:
     """Import what there is to learn, and report that forks can be made now."""
     path = sys.argv[3]
-    modules = preimports.learn(Path(path), varying) if path else []
+    modules = preimports.import_recorded(Path(path), varying) if path else []
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     preimports.inherited = frozenset(sys.modules)
     # Say why a fork would not be as good as a fresh interpreter; None where it would.
-    unclean = "an import has opened the GPU" if preimports.has_gpu() else None
+    unclean = "an import has opened the GPU" if preimports.fork_breaks_gpu() else None
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         unclean = f"an import has started threads: {', '.join(others)}"
@@ -201,7 +201,7 @@ def _become(order: ForkOrder) -> None:
     gc.enable()
     module, *arguments = order["module"]
     changed = {name: value for name, value in order["environ"].items() if os.environ.get(name) != value}
-    show(order["command"], changed)
+    set_process_title(order["command"], changed)
     os.environ.clear()
     os.environ.update(order["environ"])
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # as multiprocessing does in its forks
@@ -216,7 +216,7 @@ def _become(order: ForkOrder) -> None:
     sys.orig_argv = list(order["command"])
     for number in SIGNALS:  # last: the module installs its own first of all
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
-    new_main()
+    reset_main_module()
     try:
         runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # what `python -m` itself calls
         code = 0
@@ -260,7 +260,7 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def new_main() -> ModuleType:
+def reset_main_module() -> ModuleType:
     """Replace ``__main__`` by what a fresh interpreter has there before it runs anything."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -281,7 +281,7 @@ def opened(paths: Sequence[str]) -> Iterator[list[int]]:
             os.close(file)
 
 
-def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
+def set_process_title(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Have ``ps``, ``pgrep -f`` and ``/proc/PID/environ`` show this command, and also these variables.
 
     The kernel shows the memory in which a program has received its arguments and variables. The last argument and

@@ -75,7 +75,7 @@ class SrunAgents:
         self._numbers = itertools.count()
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        for group in self._allocation.steps(hosts):
+        for group in self._allocation.step_groups(hosts):
             self._start(group, at, environ, on_failure, self._allocation.gres(group))
 
     def _start(
@@ -149,12 +149,12 @@ class SrunAgents:
                 missing.remove(host)
                 # The srun has done its work, see the class.
                 if not missing:
-                    srun.silence()
+                    srun.kill_client()
 
     def close(self) -> None:
         """End the sruns. The agents have left; srun must end no step by number."""
         for srun, _ in self._sruns:
-            srun.silence()
+            srun.kill_client()
 
 
 def _command(run: RunDir, at: Endpoint, *host: str) -> list[str]:

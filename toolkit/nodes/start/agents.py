@@ -27,12 +27,28 @@ from toolkit.base import fsio, logs, outages
 from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import messages, reports
-from toolkit.nodes.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, AuthenticatedLink, StrangerError
+from toolkit.nodes.agent.wire_protocol import (
+    HEARTBEAT_S,
+    SECRET_BYTES,
+    SILENT_S,
+    AuthenticatedConnection,
+    AuthenticationError,
+)
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.launcher import Events, Progress
 from toolkit.slurm.network import job_address, listen, plain_address, wildcard
 
 log = logs.get(__name__)
+
+#: The queue into which all that happens goes, for the loop of the supervisor.
+Events = SimpleQueue[Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of the ranks on ``host``; sent once a second."""
+
+    host: str
+    digest: reports.ProgressSummary
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ class Endpoint:
         return int(self.listening.getsockname()[1])
 
     @staticmethod
-    def open(run: RunDir, hosts: Sequence[str], environ: Mapping[str, str]) -> Endpoint:
+    def listen(run: RunDir, hosts: Sequence[str], environ: Mapping[str, str]) -> Endpoint:
         """Listen on the first of ``hosts``, this node, for agents on all of them. Raises OSError."""
         address = job_address(hosts[0], hosts, environ)
         file = run.path / f".agents-{secrets.token_hex(8)}.key"
@@ -145,7 +161,7 @@ class _Peer:
     """A connection to an agent, or to a stranger."""
 
     connection: socket.socket
-    link: AuthenticatedLink
+    link: AuthenticatedConnection
     heard: float  #: when it last sent something, or connected
     host: str | None = None  #: once the peer has named it, and has proved that it knows the secret
     unsent: bytearray = field(default_factory=bytearray)
@@ -176,7 +192,7 @@ class Agents:
         self._strangers: set[socket.socket] = set()
         self._max_strangers = limits().most_strangers + len(allocation.hosts)
         self._hosts_by_address: dict[str, str] = {}  #: where an agent has connected from
-        self._refused = logs.SparseWarnings(log)
+        self._refused = logs.RateLimitedWarnings(log)
         self._was_opened = self._is_open = False
         self._is_leaving = False  #: agents are meant to leave
         self._all_left = threading.Event()
@@ -203,16 +219,17 @@ class Agents:
         self.has_torch: dict[str, bool] = {}  #: by host: whether torch could be imported there
         self.ready: dict[tuple[str, str], float] = {}  #: when a host's agent was "connected", had "imported" ...
 
-    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, *, again: bool = False) -> None:
+    def listen(self, environ: Mapping[str, str], events: Events, user: AgentUser, *, again: bool = False) -> None:
         """Listen for agents. Those that are started get ``environ``; ``user`` has them work.
 
         Reports and the thread's errors go into ``events``. With ``again`` agents of an earlier supervisor may return.
         """
         hosts = self._allocation.hosts
-        at = self._endpoint or Endpoint.open(self._run, hosts, environ)
-        if again and at.secret_file.exists():  # written by a supervisor that was killed
+        at = self._endpoint or Endpoint.listen(self._run, hosts, environ)
+        # One that is there was written by a supervisor that was killed.
+        if again and outages.retry_write(lambda: fsio.is_there(at.secret_file), at.secret_file, "read"):
             self._returning |= {*hosts}
-        outages.persist(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
+        outages.retry_write(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
         self._at, self._listening = at, at.listening.dup()
         self._events, self._user = events, user
         self.environ = dict(environ)
@@ -353,7 +370,7 @@ class Agents:
 
     def ask_for_unanswered(self) -> None:
         """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
-        self.request(dict.fromkeys(self.heard_hosts, messages.ConnectionsOrder()), self._events)
+        self.request(dict.fromkeys(self.heard_hosts, messages.StuckConnectionsOrder()), self._events)
 
     def _ask(self, host: str, request: AgentRequest) -> None:
         if host in request.orders:
@@ -378,7 +395,7 @@ class Agents:
             if host in self._peers:
                 self._drop(self._peers[host], why)
 
-    def hear_all(self) -> None:
+    def reset_silence(self) -> None:
         """Count the time of silence of all agents from now on."""
         with self.lock:
             for peer in self._peers.values():
@@ -434,7 +451,7 @@ class Agents:
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer = _Peer(connection, AuthenticatedLink(self._at.secret, "supervisor"), time.monotonic())
+            peer = _Peer(connection, AuthenticatedConnection(self._at.secret, "supervisor"), time.monotonic())
             self._strangers.add(connection)
             self._selector.register(connection, selectors.EVENT_READ, peer)
             self._send(peer, peer.link.greeting)
@@ -454,8 +471,8 @@ class Agents:
                     self._drop(peer, "its agent has ended")
         except BlockingIOError:
             pass
-        except StrangerError as error:
-            self._refused.warn("a connection that is no agent's: %s", error)
+        except AuthenticationError as error:
+            self._refused.warn("a connection that is not an agent's: %s", error)
             self._drop(peer, str(error))
         except OSError as error:
             self._drop(peer, f"its agent cannot be reached: {error.strerror}")
@@ -518,7 +535,7 @@ class Agents:
                     self._events.put(Progress(host, progress))
                 if usage is not None:
                     self.usages[host, usage["since"]] = usage
-            case messages.RanksReporting() | messages.RankActivity():
+            case messages.RanksReporting() | messages.ScriptRankStatus():
                 self._events.put(message)
             case messages.MainRankReport(text):
                 report = reports.parse(text.encode())
@@ -530,7 +547,7 @@ class Agents:
                 if request is not None and asked is not None:
                     request.heard.put(NodeAnswered(host, message, asked, time.time()))
             case messages.RankWatchEnded():
-                what = "the watch for silent ranks has ended, a hang is not noticed"
+                what = "the watch for silent ranks has ended: hangs will not be detected"
                 log.warning("node %s: %s: see agent-%s.log", host, what, host)
             case messages.NodeSick(what):
                 known = self.sick_hosts.get(host)
@@ -554,7 +571,7 @@ class Agents:
         if now < self._next_heartbeat or not self._is_open:
             return
         if now > self._next_heartbeat + SILENT_S:  # this process was stopped, perhaps with the whole job
-            self.hear_all()
+            self.reset_silence()
         self._next_heartbeat = now + self.heartbeat_s
         self.send_all(messages.Heartbeat())
         for key in [*self._selector.get_map().values()] if self._strangers else ():
@@ -563,11 +580,11 @@ class Agents:
                 self._drop(peer, "it has not shown that it knows the secret")
         unheard_s = limits().agent_unheard_s
         for host in self._silent(unheard_s):
-            self.drop(host, f"its agent has sent nothing for {unheard_s:.0f} s: another one takes its place")
+            self.drop(host, f"its agent has sent nothing for {unheard_s:.0f} s: starting another one")
         self.silent_hosts = frozenset(self._silent(SILENT_S))
         self.heard_hosts = frozenset(self._peers.keys() - self.silent_hosts)
         since = now - 2.5 * self.heartbeat_s
         quiet = self._silent(2.5 * self.heartbeat_s)
         self.unsure_hosts = frozenset(host for host in quiet if self.last_sign(host) < since)
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
-        self._give_up(late, f"no agent has come from it within {STANDS_WITHIN_S:.0f} s", is_certain=False)
+        self._give_up(late, f"no agent has connected from it within {STANDS_WITHIN_S:.0f} s", is_certain=False)

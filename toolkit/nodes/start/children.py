@@ -14,7 +14,7 @@ from toolkit.base import fsio
 from toolkit.nodes.agent import die_with_parent
 
 
-def dying_with_us(command: Sequence[str], by: signal.Signals, *, ignore_signals: bool = False) -> list[str]:
+def with_death_signal(command: Sequence[str], by: signal.Signals, *, ignore_signals: bool = False) -> list[str]:
     """Return ``command``, changed to get the signal ``by`` when this process dies for any reason.
 
     ``ignore_signals``: from its first moment it ignores those that Slurm sends to all processes of a job.
@@ -31,8 +31,8 @@ def start_child(
     ignore_signals: bool = False,
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start ``command`` in a session of its own; see :func:`dying_with_us`. ``options`` are those of Popen."""
-    argv = dying_with_us(command, end_by, ignore_signals=ignore_signals)
+    """Start ``command`` in a session of its own; see :func:`with_death_signal`. ``options`` are those of Popen."""
+    argv = with_death_signal(command, end_by, ignore_signals=ignore_signals)
     return subprocess.Popen(argv, env=dict(environ), start_new_session=True, **options)
 
 

@@ -1,6 +1,6 @@
 """Runs ``python train.py`` or ``python -m train`` in a fork that has imported torch, as a fresh interpreter would.
 
-The supervisor reads the sources (:func:`gains_by_fork`), each rank checks its own node (:func:`obstacle`).
+The supervisor reads the sources (:func:`gains_by_fork`), each rank checks its own node (:func:`why_not_in_process`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from toolkit.base import logs, staged
 from toolkit.base.process_limits import limits
 from toolkit.files import error_file
-from toolkit.nodes.agent.zygote import new_main
+from toolkit.nodes.agent.zygote import reset_main_module
 
 #: Variables that torch and the libraries below it read when they are loaded. A script that names one usually sets it
 #: before it imports torch. In a fork that would be too late.
@@ -186,14 +186,14 @@ class _ProgramSources:
 # ----------------------------------------------------------------------------------------------------------- the rank
 
 
-def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
+def why_not_in_process(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
     """Return why this process cannot replace a fresh interpreter with ``environ``; None where it can."""
     different = {name for name in {*environ, *os.environ} if environ.get(name) != os.environ.get(name)}
     for name in sorted(different - {"PYTHONFAULTHANDLER", "PYTHONSAFEPATH"}):  # become() sets these later
         if name.startswith(("PYTHON", "LD_")) or READ_AT_LOAD.fullmatch(name):
             return f"torch has been loaded with another {name}"
     if not python.is_module and (not Path(python.target).is_file() or pkgutil.get_importer(python.target)):
-        return f"{python.target} is no script"  # it is missing, a folder or an archive
+        return f"{python.target} is not a script"  # it is missing, a folder or an archive
     for name, module in list(sys.modules.items()):
         if "." in name or name in ("__main__", "toolkit"):  # the toolkit's modules are always imported anew
             continue
@@ -209,7 +209,7 @@ def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, str]) -> None:
+def run_in_process(python: PythonCommand, command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run the command in this process, as a fresh interpreter with ``environ`` would.
 
     Return, or raise what ended the program: then only the interpreter is left to end, and a traceback has been printed.
@@ -229,7 +229,7 @@ def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, 
     importlib.invalidate_caches()
     for name in [name for name in sys.modules if name.partition(".")[0] == "toolkit"]:
         del sys.modules[name]  # the program may have a package of this name on a path that it adds
-    main = new_main()
+    main = reset_main_module()
     try:
         if python.is_module:
             runpy._run_module_as_main(python.target)  # type: ignore[attr-defined]  # what `python -m` itself calls

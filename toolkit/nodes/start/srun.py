@@ -81,7 +81,7 @@ class Srun:
         """Have srun end its step, by SIGTERM and, KillWait later, by SIGKILL."""
         self._process.terminate()
 
-    def silence(self) -> None:
+    def kill_client(self) -> None:
         """Kill srun and its helper, but not its step.
 
         srun would wait until Slurm gives a dead node up: 300 s by default, or more. srun leads a session. With it ends

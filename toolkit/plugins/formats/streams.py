@@ -90,10 +90,11 @@ class Streams:
                 "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let "
                 "the stream leave out what it cannot read, and set it to fail"
             )
-        if config.share != "even" or config.split != "global" or config.repeats > 1:
+        if config.balance != "even" or config.partition != "global" or config.augment_repeats > 1:
             raise ConfigError(
-                "data.share, data.split, data.repeats: each rank reads a stream of its own, once, and as much of it as "
-                "the others of theirs; leave them at even, global and 1"
+                "data.balance, data.partition, data.augment_repeats: each rank reads a stream of its own, once, and "
+                "as much "
+                "of it as the others of theirs; leave them at even, global and 1"
             )
         sizes: dict[str, Any] = {"dataset_size": self.epoch_size, "global_batch_size": config.global_batch_size}
         return StreamLoader(self.make, share=share, workers=config.workers, **sizes, **given)
@@ -107,7 +108,7 @@ class StreamLoader:
     """
 
     max_bad_samples: int | None = None
-    is_split = True  # only the job knows which samples a stream has
+    is_partitioned = True  # only the job knows which samples a stream has
     balances = False  # with unequal counts the position of each stream would depend on the clock
     ahead = 0
 
@@ -171,18 +172,18 @@ class StreamLoader:
         self._state = None if batch is None else batch.stream_state
         return batch
 
-    def samples(self, step: int) -> list[int]:
+    def sample_indices(self, step: int) -> list[int]:
         """Return the positions of the samples that ``at(step)`` gives; they have no index."""
         return list(range(*self._sampler.bounds_of(step)))
 
-    def cut(self, step: int, counts: Sequence[int]) -> None:
+    def rebalance(self, step: int, counts: Sequence[int]) -> None:
         raise AssertionError("streams keep their shares")
 
     def fingerprint(self) -> str | None:
         """Return None: a stream does not reveal what it holds."""
         return None
 
-    def global_samples(self, step: int) -> list[int]:
+    def global_indices(self, step: int) -> list[int]:
         """Return the positions of the samples that all streams give in ``step``."""
         return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))
 

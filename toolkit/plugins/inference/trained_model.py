@@ -22,20 +22,19 @@ from toolkit.base.errors import CheckpointError, JobFailedError, RequestError
 from toolkit.base.process_limits import limits
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
-from toolkit.data.datasets import Pictures
+from toolkit.config import SCRIPT_JOB, JobConfig, is_loop, load_config
+from toolkit.data.datasets import ImagePreprocessor
 from toolkit.data.loader import eval_batches
 from toolkit.devices import accelerator
-from toolkit.files.rundir import RunDir, refuse_code_of_others
+from toolkit.files.rundir import RunDir, refuse_untrusted_code
 from toolkit.ranks.batch import Batch, Share
 from toolkit.run.rank.user_job import job_class, load, params_of
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.models import modules_with_extra_state
-from toolkit.strategies.objective import Measure, Sums, given_to_model, measured
-from toolkit.strategies.protocol import CollectiveDefaults, Strategy
+from toolkit.strategies.objective import Measure, Sums, capture_model_inputs, measured
+from toolkit.strategies.protocol import Strategy, SynchronousStrategy
 from toolkit.train.initial import fill
-from toolkit.train.job import Job
-from toolkit.train.run_job import evaluation
+from toolkit.train.job import Job, evaluation
 
 #: Images that `--images` holds in memory at once.
 BATCH = 64
@@ -60,7 +59,9 @@ class Trained:
     def recorded(self) -> dict[str, float]:
         """Return the figures of the run's own evaluation of these weights at this step. Empty: there was none."""
         meta = self.manifest.meta
-        is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == whole.judged(self.manifest)
+        is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == whole.evaluated_weights(
+            self.manifest
+        )
         metrics = meta.get("metrics", {}) if is_of_this else {}
         return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
@@ -99,10 +100,10 @@ def trained(
 
 def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) -> Job:
     """Make the job from the run's copy of the sources. It keeps its data in ``folder``."""
-    if config.job == FOREIGN_JOB:
+    if config.job == SCRIPT_JOB:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
     # Sources are about to run as this user: refuse them where others can change them. The config can name any file.
-    refuse_code_of_others(run)
+    refuse_untrusted_code(run)
     sources = run.code if run.code.is_dir() else Path.cwd()
     if is_loop(config.job, sources):
         raise RequestError(
@@ -136,7 +137,7 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
     return manifest, chosen
 
 
-class OneProcess(CollectiveDefaults):
+class OneProcess(SynchronousStrategy):
     """One process with the whole model: the part of a strategy that an evaluation uses."""
 
     share = Share(0, 1)
@@ -150,7 +151,7 @@ class OneProcess(CollectiveDefaults):
         if batch is None or not len(batch):
             return Sums({}, 0)
         here = batch.to(self._trained.device)
-        with precision(self._trained):
+        with training_precision(self._trained):
             return measured(measure, self._trained.model, here)
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -163,12 +164,12 @@ class OneProcess(CollectiveDefaults):
         return [value]
 
 
-def precision(trained: Trained) -> AbstractContextManager[object]:
+def training_precision(trained: Trained) -> AbstractContextManager[object]:
     """Compute in the precision of the run's training."""
     return autocast(trained.device, trained.config.train.precision)
 
 
-def figures(trained: Trained) -> dict[str, float]:
+def evaluate(trained: Trained) -> dict[str, float]:
     """Return the figures of the job's own evaluation over its whole eval set, as ``eval/<name>``."""
     eval_set = trained.job.eval_set()
     if eval_set is None:
@@ -195,8 +196,8 @@ def by_class(trained: Trained) -> list[dict[str, Any]]:
     for batch in eval_batches(eval_set, Share(0, 1), job.eval_batch_size, collate=job.collate):
         assert batch is not None
         here = batch.to(trained.device)
-        args, kwargs = given_to_model(job.evaluate, here) or ((), {})
-        with torch.no_grad(), precision(trained):
+        args, kwargs = capture_model_inputs(job.evaluate, here) or ((), {})
+        with torch.no_grad(), training_precision(trained):
             outputs = trained.model(*args, **kwargs)
         if outputs.shape[1] > count:
             raise RequestError(
@@ -242,7 +243,7 @@ def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterat
         images = {path: image for path, image in read.items() if isinstance(image, Tensor)}
         answers: dict[Path, tuple[str, float]] = {}
         if images:
-            with torch.no_grad(), precision(trained):
+            with torch.no_grad(), training_precision(trained):
                 logits = trained.model(torch.stack([*images.values()]).to(trained.device))
             probabilities, numbers = logits.float().softmax(1).max(1)
             names = [classes[number] for number in numbers.tolist()]
@@ -253,7 +254,7 @@ def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterat
             yield {"file": str(path.relative_to(folder)), "class": name, "probability": probability, "error": error}
 
 
-def _read(pictures: Pictures, path: Path) -> Tensor | str:
+def _read(pictures: ImagePreprocessor, path: Path) -> Tensor | str:
     """Return the input, or what is wrong with the file."""
     try:
         return pictures.read(path)
@@ -282,9 +283,9 @@ class Vocabulary(Protocol):
 
     index: Any  #: has ``vocabulary``: tokens are below it; and ``end``: the one that ends a document
 
-    def ids(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]: ...
 
-    def text(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
     rows = []
     for number, text in enumerate(texts):
         # The model must see all of the text and what is to follow.
-        prompt = tokens.ids(text)
+        prompt = tokens.encode(text)
         if len(prompt) + (most or 1) > context:
             raise RequestError(
                 f"toolkit generate: {shortened(text)} has {len(prompt)} tokens, which with {most or 1} more are over "
@@ -360,7 +361,7 @@ def continuations(trained: Trained, texts: Sequence[str], most: int | None, samp
     for start in range(0, len(rows), at_once):
         _extend(trained, rows[start : start + at_once], tokens.index.vocabulary, sampling)
     return [
-        {"prompt": row.text, "text": tokens.text(row.added), "tokens": len(row.added), "ended": row.has_ended}
+        {"prompt": row.text, "text": tokens.decode(row.added), "tokens": len(row.added), "ended": row.has_ended}
         for row in rows
     ]
 
@@ -377,7 +378,7 @@ def _extend(trained: Trained, rows: Sequence[_Text], vocabulary: int, sampling: 
         batch = torch.zeros(len(going), max(len(row.ids) for row in going), dtype=torch.int64)
         for place, row in enumerate(going):
             batch[place, : len(row.ids)] = torch.tensor(row.ids)
-        with precision(trained):
+        with training_precision(trained):
             logits = trained.model(batch.to(trained.device))
         ends = [len(row.ids) - 1 for row in going]
         # A model with more outputs than the tokenizer has tokens was never trained on the others.

@@ -19,8 +19,8 @@ from toolkit.base import logs, signals
 from toolkit.base.errors import CheckpointError, ConfigError, StoppedError
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
-from toolkit.train.checkpoints import Checkpoints
-from toolkit.train.loss_windows import by_tag
+from toolkit.train.loss_windows import with_prefix
+from toolkit.train.run_checkpoints import Checkpoints
 from toolkit.train.start import join_once
 from toolkit.train.user_loop import TrainingRun
 from toolkit.train.user_state import UserState
@@ -56,13 +56,14 @@ class LibraryRun(TrainingRun):
         self._state = UserState({}, session.rank, session.world_size, session.device)
         self._is_checked = True  # the library saves, and there is no collective of ours between its own
         self._checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
+        self._saver = self._checkpoints.saver
 
         def save_files(folder: Path) -> None:
             save(folder / library)
             if session.is_main and not (folder / library).exists():  # committed, it would be a checkpoint of nothing
                 raise CheckpointError(f"{library} has written nothing to {folder / library}")
 
-        self._checkpoints.saver.include_files(save_files)
+        self._saver.include_files(save_files)
         loaded = self._open()
         self.meta: Mapping[str, Any] = {} if loaded is None else loaded.meta  #: what :meth:`_saved_with` has saved
         #: The library's part of the newest whole checkpoint; None in a new run.
@@ -96,7 +97,7 @@ class LibraryRun(TrainingRun):
         else:
             self._log_step()
 
-    def boundary(self) -> None:
+    def checkpoint_if_due(self) -> None:
         """Save or stop here if that is due."""
         self._end_step()
 
@@ -129,7 +130,7 @@ class LibraryRun(TrainingRun):
         if self.rank == 0:
             # Not attached: a graph would keep the step's memory until the next write.
             detached = {tag: value.detach() if isinstance(value, Tensor) else value for tag, value in values.items()}
-            self._values |= by_tag(detached)
+            self._values |= with_prefix(detached)
         if not self._in_step:
             self._write()
 
@@ -154,7 +155,7 @@ class LibraryRun(TrainingRun):
         except StoppedError as stopped:
             log.info("%s", stopped)
             self.close()
-            signals.end_stopped()
+            signals.chain_to_previous()
             raise SystemExit(stopped.exit_code) from None
         self._activity.phase = hang.IN_STEP
 

@@ -93,7 +93,7 @@ class LightningCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fit_loop.max_batches <= trainer.accumulate_grad_batches:  # there is no other place
-            self._run.boundary()
+            self._run.checkpoint_if_due()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.save_the_end()

@@ -4,7 +4,7 @@ The first rank of each node copies what all ranks have in common into files that
 (toolkit.nodes.agent.state_memory), and each rank its own part. While the training continues, each rank sends its own
 part to its partner, the rank with the same place on the next node. So one node may be lost.
 
-Each part has two files, written in turn. The ranks meet between :meth:`Memory.wait` and :meth:`Memory.write`: before
+Each part has two files, written in turn. The ranks meet between :meth:`PeerMemory.wait` and ``write``: before
 any rank overwrites the older state, the newer one is complete on all ranks and all partners.
 """
 
@@ -23,9 +23,8 @@ import torch
 
 from toolkit.base import logs, this_node
 from toolkit.base.errors import ConfigError, ToolkitError
-from toolkit.checkpoint.exchange import KeyValue
+from toolkit.checkpoint.exchange import KeyValueStore
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.policy import MAX_OVERHEAD
 from toolkit.checkpoint.reader import Loaded
 from toolkit.devices import page_locked
 from toolkit.plugins.memory.files import MemoryFile, MemorySlot, PartWriter, RankFiles, Role, layout, split
@@ -33,18 +32,18 @@ from toolkit.plugins.memory.load import KEY, MemoryLoad, Receiver, Sender
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
 from toolkit.slurm import network
-from toolkit.train.state import TrainingState
+from toolkit.train.saver import MAX_OVERHEAD, TrainingState
 
 log = logs.get(__name__)
 
 
 class MemoryCopies:
-    """One rank's copies of the state in memory (:class:`Memory`), every ``every`` steps."""
+    """One rank's copies of the state in memory (:class:`PeerMemory`), every ``every`` steps."""
 
     def __init__(self, every: int | str, session: Session, state: TrainingState) -> None:
         self._session, self._state = session, state
         self._clock: CopyClock | None = CopyClock(every)  #: None: nothing is copied any more
-        self._memory = Memory.from_environment(session.rank, session.world_size, session.attempt, os.environ)
+        self._memory = PeerMemory.from_environment(session.rank, session.world_size, session.attempt, os.environ)
         self._is_sure_of_room = False
 
     def load(self, newest_on_disk: Callable[[], int | None]) -> Loaded | None:
@@ -138,7 +137,7 @@ class CopyClock:
         self._last_step, self._copy_s, self._last_s = step, copy_s, now_s
 
 
-class Memory:
+class PeerMemory:
     """One rank's copies of the state: its own part and its partner's. A node's first rank also has the common part."""
 
     def __init__(self, slot: MemorySlot, attempt: int, address: str | None = None) -> None:
@@ -155,19 +154,19 @@ class Memory:
         self.background_s = 0.0  #: seconds until the last copy was complete, here and on the partner
 
     @staticmethod
-    def from_environment(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory:
+    def from_environment(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> PeerMemory:
         """Open the files that the agent holds for this rank. Without files, log a warning: then no rank uses any."""
         slot = MemorySlot.from_environment(rank, world_size, environ)
         try:
             if slot.files:
                 one_node = slot.local_world_size == world_size
                 peer = environ.get("MASTER_ADDR", "127.0.0.1")
-                return Memory(slot, attempt, None if one_node else network.rank_address(environ, peer))
+                return PeerMemory(slot, attempt, None if one_node else network.rank_address(environ, peer))
             why = "no agent of the toolkit has started this rank"
         except (OSError, ToolkitError) as error:
             why = str(error)
         log.warning("%s is not used: %s", KEY, why)
-        return Memory(dataclasses.replace(slot, files=()), attempt)
+        return PeerMemory(dataclasses.replace(slot, files=()), attempt)
 
     def wait(self) -> float:
         """Wait until the last state written is complete, here and on the partner. Return the seconds."""
@@ -183,7 +182,7 @@ class Memory:
         copies = 4 if self._partner_address is not None else 2
         ranks = self._slot.local_world_size
         held = sum(512 * Path(path).stat().st_blocks for path in self._slot.files)
-        needed, free = 2 * shared + copies * own * ranks - held, this_node.available_bytes()
+        needed, free = 2 * shared + copies * own * ranks - held, this_node.available_memory_bytes()
         if needed <= free:
             sizes = f"2 x {shared / 1e6:.1f} MB a node, {copies} x {own / 1e6:.1f} MB a rank"
             log.info("the state is kept in memory, too: %s", sizes)
@@ -211,12 +210,12 @@ class Memory:
         # Allocating is timed apart: it happens only where a file must grow, and would make the copy look slow.
         started = time.monotonic()
         for part in parts:
-            part.open(pinned=is_on_gpu)
+            part.allocate(pinned=is_on_gpu)
         opened_s = time.monotonic() - started
         for part in parts:
             part.copy()
         # Copies from a GPU are only enqueued here; the thread waits for them.
-        wait_for_copies = page_locked.enqueued() if is_on_gpu else lambda: None
+        wait_for_copies = page_locked.stream_waiter() if is_on_gpu else lambda: None
         started = time.monotonic()
         self._is_sealed.clear()
 
@@ -225,6 +224,9 @@ class Memory:
                 wait_for_copies()
                 for part in parts:
                     part.seal()
+            except Exception as error:  # the state of an earlier step is loaded instead
+                log.error("the state after step %d is not complete in the node's memory: %r", step, error)
+                return
             finally:
                 # :meth:`close` waits for this only: the partner may have died.
                 self._is_sealed.set()
@@ -259,7 +261,7 @@ class Memory:
             self._receiver.close()
 
     def load(
-        self, places: State | Callable[[Manifest], State], kv: KeyValue | None, newer_than: int | None
+        self, places: State | Callable[[Manifest], State], kv: KeyValueStore | None, newer_than: int | None
     ) -> Loaded | None:
         """Fill ``places`` with the newest state that the ranks' nodes hold, above rank 0's ``newer_than``.
 
@@ -269,7 +271,7 @@ class Memory:
         loading = MemoryLoad(self._slot, self._files, self._attempt, kv)
         # Publish where others can send to, before anyone is asked to send.
         if self._address is not None and kv is not None:
-            self._receiver = Receiver(self._address, self._files.place, self._files.take)
+            self._receiver = Receiver(self._address, self._files.receive_file, self._files.mark_received)
             loading.publish(self._receiver.address)
         try:
             return loading.load(places, newer_than or 0)

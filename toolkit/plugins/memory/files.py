@@ -92,11 +92,11 @@ class RankFiles:
             file.close()
         raise CheckpointError(f"no file holds {'the common part' if of is None else f'the part of rank {of}'} any more")
 
-    def keep(self, moment: SavedStep) -> None:
+    def protect(self, moment: SavedStep) -> None:
         """Have the files of ``moment`` overwritten last: the training resumes from them."""
         for pair in (self.own, self.partner, self.shared):
             if pair is not None:
-                pair.keep(moment)
+                pair.protect(moment)
 
     def forget(self, moment: SavedStep) -> None:
         """Declare all parts of ``moment`` on this node invalid."""
@@ -106,7 +106,7 @@ class RankFiles:
                 if label is not None and label.moment == moment:
                     file.invalidate()
 
-    def place(self, role: Role) -> MemoryFile:
+    def receive_file(self, role: Role) -> MemoryFile:
         """Return the file for a part that is arriving. Raises OSError where both files are needed for the load."""
         pair = self._pair(role)
         held = pair.next.label()
@@ -114,7 +114,7 @@ class RankFiles:
             raise OSError("both files hold parts of the step that is being loaded")
         return pair.next
 
-    def take(self, role: Role) -> None:
+    def mark_received(self, role: Role) -> None:
         """Note that a part has arrived completely."""
         self._pair(role).turn()
         if role is not Role.PARTNER:
@@ -167,7 +167,7 @@ class MemoryFile:
         """Close this descriptor; the agent keeps its own."""
         self._let_go()
 
-    def open(self, end: int, *, at_once: bool = False, pinned: bool = False) -> None:
+    def allocate(self, end: int, *, at_once: bool = False, pinned: bool = False) -> None:
         """Declare the content invalid, and allocate memory for tensors up to ``end``.
 
         ``pinned``: page-lock it. ``at_once``: map all pages now. Otherwise writes would map them one by one, which
@@ -242,7 +242,7 @@ class DoubleBuffer:
         """Note that the file written last is complete: the other one is next."""
         self._files.reverse()
 
-    def keep(self, moment: SavedStep) -> None:
+    def protect(self, moment: SavedStep) -> None:
         """Have the file of ``moment``, if any, overwritten last. The training resumes from it."""
         self._files.sort(key=lambda file: (_moment(file) == moment, _moment(file)))
 
@@ -278,9 +278,9 @@ class PartWriter:
         self._about = json.dumps({**about, "values": values})  # serialized now: the values may change
         self._copies: dict[str, Entry] = {}
 
-    def open(self, *, pinned: bool) -> None:
-        """Allocate memory for the part; see :meth:`MemoryFile.open`."""
-        self.file.open(self._end, at_once=True, pinned=pinned)
+    def allocate(self, *, pinned: bool) -> None:
+        """Allocate memory for the part; see :meth:`MemoryFile.allocate`."""
+        self.file.allocate(self._end, at_once=True, pinned=pinned)
 
     def copy(self) -> None:
         """Copy the tensors, or enqueue the copies on the GPU."""

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from toolkit.base import logs
 from toolkit.base.errors import CheckpointError, listing
-from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.exchange import Exchange, KeyValueStore, describe, failures_told
 from toolkit.checkpoint.manifest import (
     IN_MEMORY,
     CorruptCheckpointError,
@@ -41,7 +41,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.reader import Loaded, fill_state
 from toolkit.files.records import JsonRecord, decode
-from toolkit.nodes.agent.link import notice_death
+from toolkit.nodes.agent.wire_protocol import enable_keepalive
 from toolkit.plugins.memory.files import START, MemoryFile, MemorySlot, RankFiles, Role, SavedStep
 from toolkit.ranks.state import State
 from toolkit.slurm import network
@@ -59,7 +59,7 @@ log = logs.get(__name__)
 class MemoryLoad:
     """One rank's side of the load at an attempt's start."""
 
-    def __init__(self, slot: MemorySlot, files: RankFiles, attempt: int, kv: KeyValue | None) -> None:
+    def __init__(self, slot: MemorySlot, files: RankFiles, attempt: int, kv: KeyValueStore | None) -> None:
         self._slot, self._files, self._attempt, self._kv = slot, files, attempt, kv
         self._talk = Exchange(
             kv, rank=slot.rank, world_size=slot.world_size, topic=f"memory/{attempt}", number=1, timeout_s=_TIMEOUT_S
@@ -155,7 +155,7 @@ class MemoryLoad:
         # Wait for the parts that come to this rank, unless another rank has failed.
         while len(self._files.arrived) < expected:
             if self._kv.check([failed]) or time.monotonic() > deadline:
-                raise CheckpointError("a part did not come from another node")
+                raise CheckpointError("a part did not arrive from another node")
             time.sleep(_LOOK_S)
         if expected:
             log.info("%d parts of the state in memory came from other nodes", expected)
@@ -180,7 +180,7 @@ class MemoryLoad:
             manifest = Manifest(moment[1], slot.world_size, {}, meta, {}, found, values)
             loaded = fill_state(places, manifest, IN_MEMORY, slot.rank, slot.world_size)
         # The next write must not go to the files that hold what was loaded.
-        self._files.keep(moment)
+        self._files.protect(moment)
         return loaded
 
 
@@ -300,20 +300,20 @@ class Receiver:
                 if not hmac.compare_digest(_exactly(connection, _TOKEN_BYTES), self._token):
                     return
                 connection.settimeout(None)
-                notice_death(connection, _GONE_S)
+                enable_keepalive(connection, _GONE_S)
                 while True:
                     self._take(connection)
                     connection.sendall(_DONE)
             except EOFError:
                 pass  # the sender has ended, or has nothing more to send
             except OSError as error:
-                log.warning("a copy of another rank's state did not come: %s", error)
+                log.warning("a copy of another rank's state did not arrive: %s", error)
 
     def _take(self, connection: socket.socket) -> None:
         role, end, described_bytes = _HEAD.unpack(_exactly(connection, _HEAD.size))
         file = self._place(Role(role))
         # The old content becomes invalid here, and valid again only with the last byte.
-        file.open(end)
+        file.allocate(end)
         _fill(connection, file.tensors(end))
         file.seal(_exactly(connection, described_bytes), end)
         self._arrived(Role(role))
@@ -326,7 +326,7 @@ class Sender:
         """Connect to the rank whose receiver published ``address``. Raises OSError."""
         self._connection = socket.create_connection((address["host"], address["port"]), timeout=_GONE_S)
         self._connection.settimeout(None)
-        notice_death(self._connection, _GONE_S)
+        enable_keepalive(self._connection, _GONE_S)
         self._connection.sendall(bytes.fromhex(address["token"]))
 
     def send(self, file: MemoryFile, role: Role) -> None:

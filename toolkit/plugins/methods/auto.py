@@ -28,8 +28,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_layout
-from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.mesh import without_memory
+from toolkit.strategies.layouts import Layout, make_on_meta
 from toolkit.strategies.models import blocks
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.priming import same_randomness
@@ -145,7 +144,7 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
 def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
     """Return the bytes of the model and of its optimizer's state after a step. Random states stay as they were."""
     with same_randomness():  # the training makes the model again and must draw the same numbers
-        model = without_memory(make).to("meta")
+        model = make_on_meta(make).to("meta")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         try:
             # A step on meta makes the slots' shapes without memory.
@@ -173,7 +172,7 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
         with suppress(AttributeError):  # of a package's device, which does not tell
             return int(accelerator.module_of(device).get_device_properties(device).total_memory)
     ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
-    return this_node.total_bytes() // ranks
+    return this_node.total_memory_bytes() // ranks
 
 
 def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Auto:

@@ -1,4 +1,4 @@
-"""`data.share: auto`: give slower ranks fewer samples of each global batch. The others need not wait for them then.
+"""`data.balance: auto`: give slower ranks fewer samples of each global batch. The others need not wait for them then.
 
 At the logging steps every rank learns every rank's own time of a step (see `toolkit.train.loop`), and all compute the
 same shares from the same numbers: proportional to smoothed speeds, between half and one and a half times an even share.
@@ -60,7 +60,7 @@ class Balance:
             if _slowest(better, self._speeds) <= (1 - WORTH) * _slowest(counts, self._speeds):
                 # Workers may already have batches up to ``ahead`` steps in hand.
                 first = step + self._loader.ahead
-                self._loader.cut(first, better)
+                self._loader.rebalance(first, better)
                 self._cuts = [self._cuts[-1], (first, better)]
                 shown = ", ".join(map(str, better[:MOST_CURVES]))
                 log.info("from step %d on the ranks have %s samples each", first, shown)
@@ -82,14 +82,14 @@ class Balance:
         self._cuts = [(first, [*counts]) for first, counts in saved["cuts"]]
         self._speeds = saved["speeds"]
         for first, counts in self._cuts:
-            self._loader.cut(first, counts)
+            self._loader.rebalance(first, counts)
 
 
 def build_balance(loader: Batches, share: Share, ranks: int, accumulate: int) -> Balance:
     """Raises ConfigError where ranks work on the same samples: their times are not those of a share."""
     if share.count != ranks:
         raise ConfigError(
-            f"data.share: auto needs a share for each rank, and {ranks} ranks have {share.count}; set it to even"
+            f"data.balance: auto needs a share for each rank, and {ranks} ranks have {share.count}; set it to even"
         )
     return Balance(loader, ranks, accumulate)
 

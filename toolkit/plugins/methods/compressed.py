@@ -32,12 +32,11 @@ from toolkit.config.strategy import STATELESS
 from toolkit.devices.accelerator import with_streams
 from toolkit.devices.kinds import is_of_devices
 from toolkit.metrics.meters import stopwatch
-from toolkit.plugins.methods.compression_schemes import Piece, Scheme, Wire, amount_for, build_scheme
+from toolkit.plugins.methods.compression_schemes import MeteredCollectives, Piece, Scheme, amount_for, build_scheme
 from toolkit.ranks.collectives import sum_across_ranks
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank
-from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.replicas import LocalReplica, Replicas
+from toolkit.strategies.layouts import Layout, LocalReplica, Replicas
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
@@ -65,7 +64,7 @@ class Compressed(LocalReplica):
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Raises ConfigError for parameters that cannot be compressed, and a pattern that matches no parameter."""
         self._model = super().place(make, trial)
-        self._wire = Wire()
+        self._wire = MeteredCollectives()
         # The vector: what is compressed, padding to the scheme's multiple, then what is sent uncompressed.
         self._sort()
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
@@ -104,7 +103,7 @@ class Compressed(LocalReplica):
         summing = self._wire.start_sum(plain) if self._plain else None
         if self._scheme.feeds_back:
             packed += self._residual
-        mean = self._scheme.exchange(packed) if self._packed else packed
+        mean = self._scheme.average(packed) if self._packed else packed
         # No residual keeps a gradient that is not finite, on any rank: it would come back in every later step.
         if self._scheme.feeds_back:
             _keep(self._residual, packed, mean.sum().isfinite())
@@ -128,7 +127,7 @@ class Compressed(LocalReplica):
                 entries[f"{kind}/rank{self.share.index}/{piece.name}"] = PerRank(value, averages=True)
         return entries | self._scheme.state()
 
-    def figures(self) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float]:
         """Return the bytes, the error and the time of compression, and a plain all-reduce's.
 
         Bytes: what this rank sends in a step and would send without compression. Error: how much of a gradient the
@@ -257,7 +256,7 @@ class Overlapped(Replicas):
         """Take the kind of compression; ``passes`` says how passes are made, see Replicas."""
         super().__init__(session, **passes)
         self._compression = compression
-        self._wire = Wire()
+        self._wire = MeteredCollectives()
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Make the model, and have its gradients sent by hooks. Raises ConfigError for a type that would be rounded."""
@@ -274,7 +273,7 @@ class Overlapped(Replicas):
         ddp.register_comm_hook(None, lambda state, bucket: sender.send(bucket))
         return ddp
 
-    def figures(self) -> Mapping[str, float]:
+    def step_metrics(self) -> Mapping[str, float]:
         """Return the bytes that this rank sends in a step, and would send without compression."""
         return {"compression/sent_bytes": self._wire.sent_bytes, "compression/plain_bytes": self._plain_bytes}
 
@@ -282,7 +281,7 @@ class Overlapped(Replicas):
 class _BucketHook:
     """DDP's hook. It keeps nothing from one step to the next."""
 
-    def __init__(self, scheme: Scheme, wire: Wire, device: torch.device) -> None:
+    def __init__(self, scheme: Scheme, wire: MeteredCollectives, device: torch.device) -> None:
         self._scheme, self._wire, self._device = scheme, wire, device
         self._module = with_streams(device)
         self._stream = None if self._module is None else self._module.Stream(device)
@@ -299,7 +298,7 @@ class _BucketHook:
             size = len(gradients)
             values = torch.zeros(size + -size % self._scheme.multiple, device=self._device)
             values[:size].copy_(gradients)
-            gradients.copy_(self._scheme.exchange(values)[:size])
+            gradients.copy_(self._scheme.average(values)[:size])
             sent.set_result(gradients)  # DDP's streams will wait for what is enqueued here by now
         return sent
 

@@ -53,7 +53,7 @@ class Piece:
         return vector[self.start : self.start + self.numel]
 
 
-class Wire:
+class MeteredCollectives:
     """The collectives that schemes use. It counts the bytes that this rank sends."""
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class Wire:
         """Return the bytes that a rank sends for ``tensor`` in the cheapest all-reduce."""
         return 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
 
-    def gather(self, row: Tensor) -> Tensor:
+    def all_gather(self, row: Tensor) -> Tensor:
         self.sent_bytes += (self.ranks - 1) * row.nbytes
         return gather_rows(row)
 
-    def exchange(self, rows: Tensor) -> Tensor:
+    def all_to_all(self, rows: Tensor) -> Tensor:
         self.sent_bytes += (self.ranks - 1) / self.ranks * rows.nbytes
         return exchange_rows(rows)
 
@@ -87,7 +87,7 @@ class Scheme(Protocol):
     #: True if values that were not sent are added to the next step's gradient.
     feeds_back: bool
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def average(self, values: Tensor) -> Tensor:
         """Return the mean of ``values`` over the ranks, approximately. Leave in ``values`` what was not sent.
 
         The mean of what stays is the mean of ``values`` less the result, up to the rounding of fp32. A value that is
@@ -159,14 +159,14 @@ class Int8:
 ON_CPU_AT_ONCE = 512
 
 
-class Blocks:
+class BlockQuantization:
     """Fewer bits for each value, in two phases: sums of int8 overflow, and those of half precision round at every rank.
 
     Each rank gets its part of the vector from all others, adds in fp32, and sends the mean, with fewer bits again, to
     all. So with W ranks it sends 2 (W-1)/W times the small vector, as a plain all-reduce does with the whole vector.
     """
 
-    def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool, kind: str = "cpu") -> None:
+    def __init__(self, codec: Codec, wire: MeteredCollectives, *, feeds_back: bool, kind: str = "cpu") -> None:
         """Cut the work into pieces for this ``kind`` of device. The bits do not depend on it."""
         self.feeds_back = feeds_back
         self.multiple = BLOCK * wire.ranks
@@ -175,16 +175,16 @@ class Blocks:
         self._at_once = ON_CPU_AT_ONCE if kind == "cpu" else limits().compressed_at_once
         self._rank_by_rank = kind == "cpu"
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def average(self, values: Tensor) -> Tensor:
         parts = values.view(self._wire.ranks, -1, BLOCK)
         message = self._message(parts)
         # Phase 1: encode the part of each rank. What the codes do not hold stays in ``values``.
         for blocks, place in self._chunks(parts, message):
             blocks -= self._encode(blocks, place)
-        again = self._again(self._wire.exchange(message), parts[self._wire.rank])
+        again = self._again(self._wire.all_to_all(message), parts[self._wire.rank])
         # Phase 2: every rank gets the means of all parts, encoded, and decodes them alike.
         mean = torch.empty_like(parts)
-        for blocks, (codes, scales) in self._chunks(mean, self._wire.gather(again)):
+        for blocks, (codes, scales) in self._chunks(mean, self._wire.all_gather(again)):
             blocks.copy_(self._codec.decode(codes, scales))
         return mean.view(-1)
 
@@ -248,11 +248,11 @@ class TopK:
     multiple = 1
     feeds_back = True
 
-    def __init__(self, pieces: Sequence[Piece], wire: Wire) -> None:
+    def __init__(self, pieces: Sequence[Piece], wire: MeteredCollectives) -> None:
         self._pieces = pieces
         self._wire = wire
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def average(self, values: Tensor) -> Tensor:
         largest = []
         for piece in self._pieces:
             count = max(1, math.ceil(piece.amount * piece.numel))
@@ -263,7 +263,9 @@ class TopK:
         message = torch.stack([chosen.view(torch.int32), places.to(torch.int32)])
         values[places] = 0.0
         total = torch.zeros_like(values)
-        for theirs, where in self._wire.gather(message):  # each place occurs once a rank: the order of sums is fixed
+        for theirs, where in self._wire.all_gather(
+            message
+        ):  # each place occurs once a rank: the order of sums is fixed
             total.index_add_(0, where, theirs.view(torch.float32))
         return total / self._wire.ranks
 
@@ -281,7 +283,7 @@ class PowerSgd:
     multiple = 1
     feeds_back = True
 
-    def __init__(self, pieces: Sequence[Piece], wire: Wire, device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[Piece], wire: MeteredCollectives, device: torch.device) -> None:
         self._pieces = pieces
         self._wire = wire
         draw = torch.Generator().manual_seed(0)
@@ -291,7 +293,7 @@ class PowerSgd:
             self._right.append(right.to(device))
         broadcast_tensors(self._right, source=0)  # other processors may draw other bits
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def average(self, values: Tensor) -> Tensor:
         # One power iteration: left = M right, orthogonalized; right = M^T left; the approximation is left right^T.
         matrices = [piece.of(values).view(piece.sides) for piece in self._pieces]
         left = self._sum([matrix @ right for matrix, right in zip(matrices, self._right, strict=True)])
@@ -335,15 +337,15 @@ def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
     return [found[number] for number in range(len(matrices))]
 
 
-def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.device) -> Scheme:
+def build_scheme(kind: str, pieces: Sequence[Piece], wire: MeteredCollectives, device: torch.device) -> Scheme:
     """Return the scheme that ``strategy.compression`` names."""
     match kind:
         case "fp16":
-            return Blocks(Fp16(), wire, feeds_back=False, kind=device.type)
+            return BlockQuantization(Fp16(), wire, feeds_back=False, kind=device.type)
         case "bf16":
-            return Blocks(Bf16(), wire, feeds_back=False, kind=device.type)
+            return BlockQuantization(Bf16(), wire, feeds_back=False, kind=device.type)
         case "int8":
-            return Blocks(Int8(), wire, feeds_back=True, kind=device.type)
+            return BlockQuantization(Int8(), wire, feeds_back=True, kind=device.type)
         case "topk":
             return TopK(pieces, wire)
         case "powersgd":

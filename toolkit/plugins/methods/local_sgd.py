@@ -32,9 +32,8 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank, Replicated
-from toolkit.strategies import build_layout, how_of
-from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.replicas import LocalReplica
+from toolkit.strategies import build_layout, layout_options
+from toolkit.strategies.layouts import Layout, LocalReplica
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, refuse_learnt, total_weight
 from toolkit.strategies.protocol import REPLICA, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.spmd import Spmd
@@ -59,8 +58,8 @@ class Averaging:
     def end(self) -> None:
         """Turn the mean of the ranks' weights, which the model holds, into the weights of the next round."""
 
-    def enter(self, names: Collection[str]) -> None:
-        """Prepare for a checkpoint, see :class:`~toolkit.strategies.protocol.InRounds`.
+    def prepare_load(self, names: Collection[str]) -> None:
+        """Prepare for a checkpoint, see :class:`~toolkit.strategies.protocol.RoundBased`.
 
         Raises ConfigError if only the other kind can continue from it.
         """
@@ -105,7 +104,7 @@ class DiLoCo(Averaging):
         torch._foreach_copy_(weights, anchors)
         torch._foreach_sub_(weights, ways, alpha=self._lr)
 
-    def enter(self, names: Collection[str]) -> None:
+    def prepare_load(self, names: Collection[str]) -> None:
         # Without outer momenta the checkpoint must be from a round's end: the next round begins with its weights.
         self._anchors, self._momenta = {}, {}
         if any(name.startswith(_OUTER) for name in names):
@@ -130,7 +129,7 @@ class DiLoCo(Averaging):
 
 
 class LocalSgd(Spmd):
-    """See :class:`~toolkit.strategies.protocol.Strategy` and :class:`~toolkit.strategies.protocol.InRounds`."""
+    """See :class:`~toolkit.strategies.protocol.Strategy` and :class:`~toolkit.strategies.protocol.RoundBased`."""
 
     _weights: dict[str, Tensor]  #: what is trained, live
     _meeting: Averaging
@@ -163,7 +162,7 @@ class LocalSgd(Spmd):
         }
         self._meeting = choose("strategy.local_sgd.outer", self._config.outer, meetings)()
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         """Do nothing: statistics stay share 0's, since ranks exchange nothing within a round."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
@@ -215,24 +214,24 @@ class LocalSgd(Spmd):
             found[f"round/rank{self._rank}/weighed"] = PerRank(self._round_weight)
         return found | self._meeting.state(inside=self._inside)
 
-    def live(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Tensor]:
         own = {f"weights/{name}": value for name, value in self._own.items()} if self._shows_mean else {}
-        return super().live() | own
+        return super().live_state() | own
 
-    def enter(self, step: int, names: Collection[str]) -> dict[str, Entry]:
+    def prepare_load(self, step: int, names: Collection[str]) -> dict[str, Entry]:
         self._step = step
         self._inside = self._shows_mean = any(name.startswith(REPLICA) for name in names)
         # A checkpoint from inside a round has each rank's own weights: make the places for them.
         if self._inside:
             self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
         self._round_weight.zero_()
-        self._meeting.enter(names)
+        self._meeting.prepare_load(names)
         return self._declared(self._extra.places())
 
-    def figures(self) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float]:
         """Return the figures of the last window. A collective if a round has ended since the last call."""
         found = {
-            **super().figures(),
+            **super().step_metrics(),
             "local_sgd/bytes_per_step": self._sent / max(1, self._steps_since),
             "local_sgd/bytes_per_step_of_ddp": float(self._size_bytes()),
         }
@@ -252,9 +251,9 @@ class LocalSgd(Spmd):
             return super()._forward_backward(batch)
         passes: list[dict[str, Loss]] = []
         with self._layout.without_sync():
-            for part in self._parts(batch):
-                self._forward(part, passes, "strategy.name: local_sgd").backward()  # type: ignore[no-untyped-call]
-        self.own_time.stop()
+            for micro_batch in self._micro_batches(batch):
+                self._forward(micro_batch, passes, "strategy.name: local_sgd").backward()  # type: ignore[no-untyped-call]
+        self.local_stopwatch.stop()
         # How much this share weighs: the sum of the criterion's weights, or else the number of samples.
         given = total_weight(passes)
         own = torch.full_like(self._round_weight, len(batch)) if given is None else given
@@ -321,5 +320,5 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Local
     if local.after_steps:
         layout = build_layout("ddp", config, session, train)
     else:  # it sends nothing, and has no DDP, whose buckets take as much memory as the model
-        layout = LocalReplica(session, **how_of(config, train))
+        layout = LocalReplica(session, **layout_options(config, train))
     return LocalSgd(session, local, layout, train)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.base.errors import ConfigError
 from toolkit.config import PruningConfig
 from toolkit.ranks.state import Entry, Json, Replicated, entry, local
-from toolkit.strategies.update.gradients import ShardedParameters, Total
+from toolkit.strategies.update import ShardedParameters, Total
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEVEL = "mask/level"
@@ -25,7 +25,7 @@ _LEVEL = "mask/level"
 _BITS = 31
 
 
-def level(config: PruningConfig, step: int) -> float:
+def target_sparsity(config: PruningConfig, step: int) -> float:
     """Return the part of the weights that is pruned after ``step`` steps. From ``end_step`` on it is ``amount``."""
     assert config.end_step is not None
     if step < config.start_step:
@@ -69,13 +69,13 @@ class Pruning:
                 self._names[layer.bias] = f"{name}.bias"
         self._masks = {tensor: torch.ones_like(local(tensor), dtype=torch.bool) for tensor in self._names}
         # An output belongs to one layer, which ranks with other layers lack; a single weight competes with all others.
-        self._parts = ShardedParameters(self._weights, None if config.structured else total)
+        self._sharded = ShardedParameters(self._weights, None if config.structured else total)
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def after_step(self) -> None:
         """Prune what is due after a step, and set all pruned weights to 0. Momentum would bring them back."""
         self._step += 1
-        due = level(self._config, self._step)
+        due = target_sparsity(self._config, self._step)
         if due > self._level:
             self._prune(due)
             self._level = due
@@ -83,7 +83,7 @@ class Pruning:
             local(tensor).mul_(mask)
 
     @torch.no_grad()
-    def mask(self, others: Mapping[Tensor, Tensor]) -> None:
+    def apply_masks(self, others: Mapping[Tensor, Tensor]) -> None:
         """Set the same weights to 0 in ``others``, which holds a tensor for each parameter."""
         for tensor, mask in self._masks.items():
             others[tensor].mul_(mask)
@@ -95,7 +95,7 @@ class Pruning:
             mask = self._masks[weight]
             counts[weight] = torch.stack([mask.sum(), torch.ones_like(mask).sum()])
         like = torch.zeros(2, dtype=torch.int64, device=self._device)
-        left, whole = self._parts.sum(counts, like).tolist()
+        left, whole = self._sharded.sum(counts, like).tolist()
         return float(1 - left / whole)
 
     def state(self) -> dict[str, Entry]:
@@ -104,10 +104,10 @@ class Pruning:
             entries[f"mask/{self._names[tensor]}"] = dataclasses.replace(entry(tensor), value=mask)
         return entries
 
-    def live(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Tensor]:
         return {f"optimizer/mask/{self._names[tensor]}": mask for tensor, mask in self._masks.items()}
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Continue from a checkpoint. ``values`` may hold the next step, from which the schedule continues."""
         found, step = values.get(_LEVEL, 0.0), values.get("step", self._step)
         assert isinstance(found, (int, float))
@@ -148,4 +148,4 @@ class Pruning:
         counts = {weight: torch.zeros_like(limits) for weight in scores}
         for weight, score in scores.items():
             counts[weight][groups[weight]] = (score < limits[groups[weight]]).sum()
-        return self._parts.sum(counts, limits)
+        return self._sharded.sum(counts, limits)

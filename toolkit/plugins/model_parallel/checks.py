@@ -5,13 +5,13 @@ from __future__ import annotations
 from toolkit.base.errors import ConfigError
 from toolkit.config import JobConfig, StrategyConfig, TrainConfig, mesh_of
 from toolkit.config.strategy import PipelineConfig
-from toolkit.config.validation import StrategyChecks, whole_model_only
+from toolkit.config.validation import StrategyChecks, whole_model_error
 
 
 class PipelineChecks(StrategyChecks):
     def config(self, config: JobConfig) -> None:
         if config.optim.layer_decay is not None:
-            raise whole_model_only("optim.layer_decay", config.strategy)
+            raise whole_model_error("optim.layer_decay", config.strategy)
 
     def step(self, train: TrainConfig, strategy: StrategyConfig) -> None:
         if train.pruning.amount and train.pruning.structured:

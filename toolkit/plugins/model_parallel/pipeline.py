@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 
 from toolkit.base import logs
-from toolkit.base.errors import ConfigError, OnePassError
+from toolkit.base.errors import ConfigError, ExtraForwardError
 from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.metrics.meters import stopwatch
 from toolkit.plugins.model_parallel.checks import check_pipeline, micro_batches
@@ -37,25 +37,24 @@ from toolkit.plugins.model_parallel.stage_module import (
     LayerChain,
     RowShape,
     StageModule,
-    on_every_rank,
+    declare_everywhere,
 )
 from toolkit.plugins.model_parallel.stages import place
 from toolkit.ranks import older_torch
 from toolkit.ranks.batch import Batch
-from toolkit.ranks.collectives import broadcast_tensors, from_rank, sum_across_ranks, sum_in_order, sum_tensors
+from toolkit.ranks.collectives import broadcast_object, broadcast_tensors, sum_across_ranks, sum_in_order, sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies import refuse_gloo_on_gpus
-from toolkit.strategies.layouts import autocast
-from toolkit.strategies.layouts.mesh import open_mesh
-from toolkit.strategies.models import evaluating, recomputed
+from toolkit.strategies.layouts import autocast, open_mesh
+from toolkit.strategies.models import evaluating, recompute_interval
 from toolkit.strategies.objective import (
     Forward,
     Loss,
     Measure,
     Objective,
     Sums,
-    given_to_model,
+    capture_model_inputs,
     means_of,
     measured,
     refuse_learnt,
@@ -65,29 +64,29 @@ from toolkit.strategies.objective import (
 )
 from toolkit.strategies.priming import (
     CheckedObjective,
+    params_without_grad,
     priming,
-    random_state,
     refuse_together,
+    rng_fingerprint,
     same_randomness,
-    without_gradient,
 )
-from toolkit.strategies.protocol import CollectiveDefaults, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, SynchronousStrategy
+from toolkit.strategies.update import OptimizerWrapper
 
 log = logs.get(__name__)
 
 
-class Pipeline(CollectiveDefaults):
+class Pipeline(SynchronousStrategy):
     """See :class:`~toolkit.strategies.protocol.Strategy`."""
 
     evaluates_together = True
 
     _model: nn.Module  #: the layers of the whole model that this rank has
-    _parts: list[StageModule]  #: this rank's stages, in the order of the pipeline
+    _stages: list[StageModule]  #: this rank's stages, in the order of the pipeline
     _forward_only: ForwardOnly
     _schedule: Any
     _no_outputs: dict[str, Any]  #: the option of a step that keeps no outputs, if torch has it
-    _update: Update
+    _update: OptimizerWrapper
     _objective: Objective
     _hands_inputs: bool  #: whether layers of any stage are given the model's input
     _outputs: RowShape  #: of the whole model, for one sample
@@ -102,7 +101,7 @@ class Pipeline(CollectiveDefaults):
         self._grid = Grid.of(config, session.rank, session.world_size)
         self.share = self._grid.share
         self._device = session.device
-        self.own_time = stopwatch(session.device)
+        self.local_stopwatch = stopwatch(session.device)
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
@@ -122,37 +121,37 @@ class Pipeline(CollectiveDefaults):
         self._size = -(-len(sample) // self._micro_batches)
         self._take_stages(model, sample)
         total = partial(sum_in_order, group=self._line)
-        self._update = Update(self._model, optimizer(self._model), self._train, total)
+        self._update = OptimizerWrapper(self._model, optimizer(self._model), self._train, total)
         self._prime(sample)
 
     def _take_stages(self, model: ModelFactory, sample: Batch) -> None:
         """Put this rank's layers on its device, and make stages and schedule of them."""
         # The plan needs two samples: the first one is given twice.
         inputs = torch.cat([_model_input(self._objective, sample.part(0, 1))] * 2)
-        split, recompute = self._config.pipeline.split, recomputed(self._config)
+        split, recompute = self._config.pipeline.split, recompute_interval(self._config)
         self._model, plan = place(model, inputs, self._grid, self._device, split=split, recompute=recompute)
         # Each stage calls its layers in a row; forward passes and torch's schedule share the stages.
-        self._parts = []
+        self._stages = []
         for stage in self._grid.stages:
             names = plan.stages[stage]
             chain = LayerChain([*map(self._model.get_submodule, names)], [name in plan.with_input for name in names])
-            part = StageModule(stage * self._micro_batches, chain, self._precision, self._device)
+            module = StageModule(stage * self._micro_batches, chain, self._precision, self._device)
             if self._train.compile:
-                part.chain.compile()
-            self._parts.append(part)
+                module.chain.compile()
+            self._stages.append(module)
         self._hands_inputs = bool(plan.with_input)
-        self._forward_only = ForwardOnly(self._grid, self._line, self._parts, self._device)
+        self._forward_only = ForwardOnly(self._grid, self._line, self._stages, self._device)
         schedule = self._config.pipeline.schedule
         self._schedule = build_schedule(
-            schedule, self._grid, self._line, self._parts, self._device, self._micro_batches, self._loss
+            schedule, self._grid, self._line, self._stages, self._device, self._micro_batches, self._loss
         )
-        self._no_outputs = older_torch.known(type(self._schedule).step, return_outputs=False)
+        self._no_outputs = older_torch.supported_options(type(self._schedule).step, return_outputs=False)
         if self._session.is_main:
             cut = "; ".join(f"stage {number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
             shape = self._grid.replicas, self._grid.ranks, self._micro_batches, self._size
             log.info("pipelines: %d, of %d ranks each, with %d micro-batches of %d samples; %s", *shape, cut)
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         if self._grid.replicas > 1:
             self._update.average_statistics(self._replica_group)
 
@@ -178,30 +177,30 @@ class Pipeline(CollectiveDefaults):
                 whole = torch.cat(outputs)
                 return measured(measure, _OnePass(whole), batch)
             nothing = self._outputs.empty(len(batch), self._device).zero_()
-            return measured(measure, _OnePass(nothing), batch).uncounted()
+            return measured(measure, _OnePass(nothing), batch).zeroed()
 
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective."""
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
-        return on_every_rank({**weights, **self._update.state()})
+        return declare_everywhere({**weights, **self._update.state()})
 
-    def live(self) -> dict[str, Tensor]:
-        return self._update.live()
+    def live_state(self) -> dict[str, Tensor]:
+        return self._update.live_state()
 
-    def figures(self) -> dict[str, float]:
-        return self._update.figures()
+    def step_metrics(self) -> dict[str, float]:
+        return self._update.step_metrics()
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
         """Send what was loaded to all replicas of a stage. A collective: only the first replica has been filled."""
         if self._grid.replicas > 1 and self._grid.ranks > 1:
             # Numbers have been filled on every rank, and Adam keeps its step count on the host.
-            parts = [value for value in self.live().values() if value.ndim]
+            parts = [value for value in self.live_state().values() if value.ndim]
             broadcast_tensors(parts, self._grid.first_replica, self._replica_group)
-        self._update.loaded(values)
+        self._update.on_loaded(values)
 
     def close(self) -> None:
-        for name in ("_model", "_parts", "_forward_only", "_schedule", "_update", "_objective", "_batches", "_losses"):
+        for name in ("_model", "_stages", "_forward_only", "_schedule", "_update", "_objective", "_batches", "_losses"):
             self.__dict__.pop(name, None)
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
@@ -209,17 +208,17 @@ class Pipeline(CollectiveDefaults):
         self._batches = batch.split(self._micro_batches)
         self._losses = {}
         seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
-        for stage in self._parts:
+        for stage in self._stages:
             stage.begin(seed)
-        self.own_time.stop()  # from here on ranks wait for each other
+        self.local_stopwatch.stop()  # from here on ranks wait for each other
         # The first stage gets the inputs, and every stage where a layer takes them. The last stage gets the numbers of
         # the micro-batches, by which _loss() finds them.
         inputs: tuple[Tensor, ...] = ()
         given: dict[str, Tensor] = {}
         if self._grid.is_first or self._hands_inputs:
             rows: list[Tensor] = []
-            for part in self._batches:
-                own = _model_input(self._objective, part)
+            for micro_batch in self._batches:
+                own = _model_input(self._objective, micro_batch)
                 # Shorter micro-batches are filled up with copies of their last sample.
                 rows += [own, own[-1:].expand(self._size - len(own), *own.shape[1:])]
             whole = torch.cat(rows)
@@ -240,7 +239,7 @@ class Pipeline(CollectiveDefaults):
         if model.calls > 1:
             # In the trial pass all ranks are to refuse it together, see _prime(): this rank alone has the loss.
             if not isinstance(self._objective, CheckedObjective):
-                raise OnePassError(_AGAIN)
+                raise ExtraForwardError(_AGAIN)
             self._objective.refusal = _AGAIN
         refuse_other_weights(losses, "strategy.name: pipeline")
         parts: list[Tensor] = []
@@ -272,18 +271,18 @@ class Pipeline(CollectiveDefaults):
         return autocast(self._device, self._train.precision)
 
     def _equalise_buffers(self) -> None:
-        """Equalize the buffers of the replicas, which have other samples; see ``Update.equalise``."""
+        """Equalize the buffers of the replicas, which have other samples."""
         if self._grid.replicas > 1:
-            self._update.equalise(self._grid.first_replica, self._replica_group)
+            self._update.broadcast_buffers(self._grid.first_replica, self._replica_group)
 
     def _prime(self, batch: Batch) -> None:
         """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
         objective = self._objective
         # The last stage would draw other random numbers for the model's inputs than the first.
         with same_randomness():
-            before = random_state()
+            before = rng_fingerprint()
             _model_input(objective, batch.part(0, 1))
-            draws = random_state() != before
+            draws = rng_fingerprint() != before
         if draws:
             raise ConfigError(
                 "strategy.name: pipeline makes the model's inputs on one rank and the loss on another, and the loss "
@@ -295,10 +294,10 @@ class Pipeline(CollectiveDefaults):
         primed = priming(objective, self._train, self._model, self._session.activity, probes=1)
         following: AbstractContextManager[None] = nullcontext()
         if self._grid.replicas > 1:
-            following = self._update.following(self._grid.first_replica, self._replica_group)
+            following = self._update.track_changed_buffers(self._grid.first_replica, self._replica_group)
         with primed as checked, following:
             self._objective = checked
-            self.own_time.start()
+            self.local_stopwatch.start()
             try:
                 self._forward_backward(batch)
             except RuntimeError as error:
@@ -307,13 +306,13 @@ class Pipeline(CollectiveDefaults):
                     raise error.__cause__ from None
                 raise
         self._objective = objective
-        self.own_time.take()  # it may have compiled the model
-        refuse_together(checked.refusal, without_gradient(self._model))
+        self.local_stopwatch.take()  # it may have compiled the model
+        refuse_together(checked.refusal, params_without_grad(self._model))
         self._update.drop()
         # The last rank has the last stage: only it has seen the outputs and the losses.
         weighs = any(weight is not None for weight in weights_of([*self._losses.values()]))
-        seen = self._parts[-1].gives, weighs, checked.names
-        self._outputs, self._weighs, self._names = from_rank(self._session.world_size - 1, seen)
+        seen = self._stages[-1].gives, weighs, checked.names
+        self._outputs, self._weighs, self._names = broadcast_object(self._session.world_size - 1, seen)
 
 
 class _OnePass:
@@ -327,7 +326,7 @@ class _OnePass:
         """Return the outputs. Raises OnePassError at the second call, unless the caller looks at ``calls``."""
         self.calls += 1
         if self.calls > 1 and self._refuses:
-            raise OnePassError(_AGAIN)
+            raise ExtraForwardError(_AGAIN)
         return self._outputs
 
 
@@ -339,7 +338,7 @@ _AGAIN = (
 
 def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:
     """Return what a loss or a measure gives the model for ``batch``. Raises ConfigError unless that is one tensor."""
-    args, kwargs = given_to_model(call, batch) or ((), {})
+    args, kwargs = capture_model_inputs(call, batch) or ((), {})
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         given = [type(value).__name__ for value in args] + [f"{name}=..." for name in kwargs]
         raise ConfigError(
@@ -371,10 +370,10 @@ def build_schedule(
     if not hasattr(schedules, "_wait_batch_p2p"):  # torch < 2.8
         schedules._batch_p2p = _start_all  # type: ignore[assignment]  # as torch < 2.8 has it
     stages = [
-        PipelineStage(module, stage, grid.count, device, group=line)
+        PipelineStage(module, stage, grid.stage_count, device, group=line)
         for module, stage in zip(modules, grid.stages, strict=True)
     ]
-    unscaled = older_torch.known(ScheduleGPipe, scale_grads=False)  # torch 2.6 scales none
+    unscaled = older_torch.supported_options(ScheduleGPipe, scale_grads=False)  # torch 2.6 scales none
     if len(stages) > 1:
         return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, **unscaled)  # type: ignore[arg-type]
     # A single rank makes the same steps with interleaved as with 1f1b.

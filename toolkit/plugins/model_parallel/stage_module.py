@@ -1,7 +1,7 @@
 """A rank's place in the grid of pipelines, and one of its stages as a module, as torch's pipelining wants it.
 
 Evaluations need forward passes alone, and torch's schedules make none without a backward pass (:class:`ForwardOnly`). A
-checkpoint stores a model whose tensors each lie whole on some ranks only (:func:`on_every_rank`).
+checkpoint stores a model whose tensors each lie whole on some ranks only (:func:`declare_everywhere`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Grid:
         return cls(ranks, sizes.replicas or 1, rank, config.pipeline.stages_per_rank if interleaves else 1)
 
     @property
-    def place(self) -> int:
+    def pipeline_rank(self) -> int:
         return self.rank // self.replicas
 
     @property
@@ -51,24 +51,24 @@ class Grid:
     @property
     def first_replica(self) -> int:
         """Return the first of the ranks that hold the same stages as this one."""
-        return self.place * self.replicas
+        return self.pipeline_rank * self.replicas
 
     @property
     def is_first(self) -> bool:
-        return self.place == 0
+        return self.pipeline_rank == 0
 
     @property
     def is_last(self) -> bool:
-        return self.place == self.ranks - 1
+        return self.pipeline_rank == self.ranks - 1
 
     @property
-    def count(self) -> int:
+    def stage_count(self) -> int:
         """Return the number of stages."""
         return self.ranks * self.stages_per_rank
 
     def stages_of(self, rank: int) -> range:
         """Return the stages of ``rank``. With p ranks, place k has the stages k, k + p, k + 2p, ..."""
-        return range(rank // self.replicas, self.count, self.ranks)
+        return range(rank // self.replicas, self.stage_count, self.ranks)
 
     @property
     def stages(self) -> range:
@@ -154,7 +154,7 @@ class ForwardOnly:
         """Return the outputs for each batch, of any size, on the last stage's rank. All ranks of the line call it."""
         outputs: list[Tensor] = []
         received: Tensor | None = None
-        ranks, count = self._grid.ranks, self._grid.count
+        ranks, count = self._grid.ranks, self._grid.stage_count
         rounds = -(-len(batches) // ranks)
         for tick in range(rounds * count + ranks - 1):
             result: Tensor | None = None
@@ -177,21 +177,21 @@ class ForwardOnly:
 
     def _turn(self, tick: int, batches: int) -> tuple[int, int] | None:
         """Return the stage and the micro-batch of this rank's turn at ``tick``, or None."""
-        done = tick - self._grid.place
+        done = tick - self._grid.pipeline_rank
         if done < 0:
             return None
         # A round takes ``count`` ticks of this rank: for each of its stages, all micro-batches of the round.
-        finished, inside = divmod(done, self._grid.count)
+        finished, inside = divmod(done, self._grid.stage_count)
         lap, number = divmod(inside, self._grid.ranks)
         number += finished * self._grid.ranks
-        return (lap * self._grid.ranks + self._grid.place, number) if number < batches else None
+        return (lap * self._grid.ranks + self._grid.pipeline_rank, number) if number < batches else None
 
     def _exchange(self, result: Tensor | None, wanted: Tensor | None) -> Tensor | None:
         """Send ``result`` to the next rank and fill ``wanted`` from the previous one; after the last comes the first.
 
         Both go in one batch of operations, so that no order in which a backend makes them can block.
         """
-        place, ranks = self._grid.place, self._grid.ranks
+        place, ranks = self._grid.pipeline_rank, self._grid.ranks
         following = dist.get_global_rank(self._line, (place + 1) % ranks)
         previous = dist.get_global_rank(self._line, (place - 1) % ranks)
         operations = []
@@ -213,7 +213,7 @@ class _Description:
     dtype: torch.dtype | None
 
 
-def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
+def declare_everywhere(own: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries that every rank declares, for values that only some have. A collective over all ranks.
 
     What all ranks have is `Replicated` as before. A tensor that some have is `Sharded` and whole on the first of them,

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.base.errors import ConfigError, listing, nearest
+from toolkit.base.errors import ConfigError, did_you_mean, listing
 from toolkit.plugins.model_parallel.stage_module import Grid
-from toolkit.ranks.collectives import from_rank
-from toolkit.strategies.layouts.mesh import make_on_rank_0
-from toolkit.strategies.models import blocks, checkpoint_activations, in_training, refuse_extra_state
-from toolkit.strategies.priming import random_state, undone, unused_message
+from toolkit.ranks.collectives import broadcast_object
+from toolkit.strategies.layouts import make_on_rank_0
+from toolkit.strategies.models import blocks, checkpoint_activations, refuse_extra_state, to_training_mode
+from toolkit.strategies.priming import rng_fingerprint, undone, unused_message
 from toolkit.strategies.protocol import ModelFactory
 
 
@@ -99,7 +99,7 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     return found
 
 
-def keep(model: nn.Module, names: Sequence[str]) -> None:
+def retain_layers(model: nn.Module, names: Sequence[str]) -> None:
     """Delete from ``model`` all layers except these."""
     for name in set(_layers(model)) - set(names):
         parent, _, leaf = name.rpartition(".")
@@ -165,7 +165,7 @@ class _CallRecorder:
 
     def _hand(self, name: str, tensor: Tensor) -> None:
         self._name, self._tensor, self._version = name, tensor, tensor._version
-        self._random = random_state()
+        self._random = rng_fingerprint()
 
     def check(self, found: Any, name: str) -> None:
         """Raise ConfigError unless ``found``, which ``name`` is given, is what the last layer returned."""
@@ -173,7 +173,7 @@ class _CallRecorder:
         # An operation in place shows in the tensor's version.
         if found is not self._tensor or found._version != self._version:
             does = "computes something"
-        if random_state() != self._random:  # for dropout, for noise, or to skip layers now and then
+        if rng_fingerprint() != self._random:  # for dropout, for noise, or to skip layers now and then
             does = "draws random numbers"
         if does is not None:
             raise ConfigError(
@@ -261,7 +261,7 @@ def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
         found = next((n for n, name in enumerate(names) if owner(name, [wanted]) is not None), None)
         if found is None:
             raise ConfigError(
-                f"strategy.pipeline.split: no layer {wanted!r}; {nearest(wanted, names)}there are, in this order: "
+                f"strategy.pipeline.split: no layer {wanted!r}; {did_you_mean(wanted, names)}there are, in this order: "
                 f"{', '.join(names)}"
             )
         starts.append(found)
@@ -318,17 +318,17 @@ def place(
     refusal = ""
     if dist.get_rank() == 0:
         try:
-            found = plan(model, inputs.to(here), grid.count, split)
+            found = plan(model, inputs.to(here), grid.stage_count, split)
         except ConfigError as error:
             refusal = str(error)
-    found, refusal = from_rank(0, (found, refusal))
+    found, refusal = broadcast_object(0, (found, refusal))
     if found is None:
         raise ConfigError(refusal)
     # Rank 0 keeps all tensors to send them; every rank, rank 0 as well, then deletes the layers of other ranks.
-    whole = tensors(model, found.kept(range(grid.count))) if dist.get_rank() == 0 else {}
-    keep(model, found.kept(grid.stages))
+    whole = tensors(model, found.kept(range(grid.stage_count))) if dist.get_rank() == 0 else {}
+    retain_layers(model, found.kept(grid.stages))
     is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    model = in_training(model.to_empty(device=device) if is_meta else model.to(device))
+    model = to_training_mode(model.to_empty(device=device) if is_meta else model.to(device))
     _hand_out(whole, model, found, grid, device)
     return model, found
 

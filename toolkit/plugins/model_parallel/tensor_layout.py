@@ -23,10 +23,19 @@ from toolkit.plugins.model_parallel.tensor_plan import CutLayers, TensorPlan, re
 from toolkit.ranks.collectives import sum_tensors
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, local
-from toolkit.strategies import how_of, refuse_gloo_on_gpus
-from toolkit.strategies.layouts import Layout, autocast
-from toolkit.strategies.layouts.mesh import describe, device_mesh, hand_out, is_first, make_on_rank_0, part_of, share_of
-from toolkit.strategies.layouts.shards import Shards
+from toolkit.strategies import layout_options, refuse_gloo_on_gpus
+from toolkit.strategies.layouts import (
+    Layout,
+    Shards,
+    autocast,
+    describe,
+    device_mesh,
+    distribute_weights,
+    is_first,
+    make_on_rank_0,
+    share_of,
+    submesh,
+)
 from toolkit.strategies.models import blocks, checkpoint_activations
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory, Strategy
@@ -42,7 +51,7 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strat
     sizes = mesh_of(config, session.world_size)
     plan = TensorPlan(config.tensor_plan, config.sequence_parallel)
     kind = TensorParallel if sizes.shards == 1 else CutShards
-    return Spmd(session, kind(session, sizes, plan, **how_of(config, train)), train)
+    return Spmd(session, kind(session, sizes, plan, **layout_options(config, train)), train)
 
 
 class TensorParallel(Layout):
@@ -72,7 +81,7 @@ class TensorParallel(Layout):
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Cut the model. Raises ConfigError for a plan that does not fit the model."""
         mesh = device_mesh(self._session, self._sizes, ("tensor",))
-        self._mesh, self._replicas = mesh["tensor"], part_of(mesh, "replicas")
+        self._mesh, self._replicas = mesh["tensor"], submesh(mesh, "replicas")
         self._model = model = make_on_rank_0(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         ties = tied(model)
@@ -81,7 +90,7 @@ class TensorParallel(Layout):
         if any(tensor.is_meta for tensor in [*whole.values(), *model.buffers()]):
             model.to_empty(device=self._device)
             tie(model, ties)  # to_empty() made two of each shared one
-        hand_out(whole, model.to(self._device), self._device, self._cut.uncut)
+        distribute_weights(whole, model.to(self._device), self._device, self._cut.mark_shards)
         if self._recompute:
             checkpoint_activations(model, self._recompute)
         for part in blocks(model) or [model] if self._compile else ():
@@ -89,11 +98,11 @@ class TensorParallel(Layout):
         log.info("a mesh of %s", describe(self._sizes))
         return model
 
-    def compare(self) -> None:
+    def verify_model(self) -> None:
         self._cut.compare(self._model, self._mesh)
 
-    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-        return self._cut.uncut(entries)
+    def mark_shards(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        return self._cut.mark_shards(entries)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
@@ -156,12 +165,12 @@ class CutShards(Shards):
         self._group = mesh["tensor"]
         self._cut = self._plan.cut(model, self._group, trial)
 
-    def compare(self) -> None:
+    def verify_model(self) -> None:
         self._cut.compare(self._model, self._group, bf16=self._is_bf16)  # type: ignore[arg-type]
-        self.rest()
+        self.reshard()
 
-    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-        return self._cut.uncut(entries)
+    def mark_shards(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        return self._cut.mark_shards(entries)
 
     def average(self) -> None:
         """Check the first gradients; the backward pass has averaged them."""

@@ -15,7 +15,7 @@ styles are those of Megatron-LM (https://arxiv.org/abs/1909.08053), by torch's `
 
 Without any plan, every plain Linear is ``gathered``: right whatever the model does with it, but slower. Where a plan
 does not hold, the ranks would silently train something else, so the cut model is first compared with the whole one
-(:class:`WholePass`).
+(:class:`ReferenceActivations`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from toolkit.base import logs
-from toolkit.base.errors import ConfigError, listing, nearest
+from toolkit.base.errors import ConfigError, did_you_mean, listing
 from toolkit.config.strategy import TENSOR_STYLES
-from toolkit.limits import tensor_style
-from toolkit.ranks.collectives import from_rank
+from toolkit.constraints import tensor_style
+from toolkit.ranks.collectives import broadcast_object
 from toolkit.ranks.state import Entry, Sharded, local
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import undone
@@ -126,7 +126,7 @@ class TensorPlan:
             if not names:
                 there = _layers(model)
                 raise ConfigError(
-                    f"strategy.tensor_plan: no layer of this model is called {pattern}; {nearest(pattern, there)}"
+                    f"strategy.tensor_plan: no layer of this model is called {pattern}; {did_you_mean(pattern, there)}"
                     f"there are: {listing(there, 30)}"
                 )
             found |= dict.fromkeys(names, style)
@@ -148,10 +148,10 @@ class CutLayers:
             kind, parts = tensor_style("strategy.tensor_plan", style, TENSOR_STYLES)
             if parts > 1:
                 self.fused |= {f"{name}.{own}": (parts, ranks) for own, _ in layer.named_parameters(recurse=False)}
-            # The dimension of the layer's input of which a rank gets a part; WholePass compares accordingly.
+            # The dimension of the layer's input of which a rank gets a part; ReferenceActivations compares accordingly.
             takes_columns = kind == "rowwise" and isinstance(layer, nn.Linear)
             dimensions[name] = -1 if takes_columns else _LENGTH if sequence else None
-        self._whole = WholePass(model, dimensions, trial)
+        self._whole = ReferenceActivations(model, dimensions, trial)
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, *, bf16: bool = False) -> None:
         """Raise ConfigError if the cut ``model`` computes other numbers than the whole one. All ranks raise it."""
@@ -174,7 +174,7 @@ class CutLayers:
             f"mixes the outputs of a colwise layer needs all of them: gathered.{why}"
         )
 
-    def uncut(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    def mark_shards(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Mark those of ``entries`` (``model/<parameter>``, ``optim/<parameter>/<slot>``) that lie in several parts."""
         marked = dict(entries)
         for name, entry in entries.items():
@@ -271,7 +271,7 @@ def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     largest = max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
     for name, parameter in model.named_parameters():
-        if parameter.grad is None or _is_cut(parameter):
+        if parameter.grad is None or _is_sharded(parameter):
             continue
         # max(g) + max(-g) over the ranks is the largest difference between their gradients: one collective a parameter.
         mine = local(parameter.grad).to(mesh.device_type)
@@ -284,7 +284,7 @@ def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
             )
 
 
-def _is_cut(parameter: Tensor) -> bool:
+def _is_sharded(parameter: Tensor) -> bool:
     """True if it belongs to a layer in the plan, by its mesh. Other parameters have no mesh, or the data's."""
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
@@ -318,7 +318,7 @@ TOLERANCE, TOLERANCE_BF16 = 0.01, 0.1
 OUTPUT = "the model's output"
 
 
-class WholePass:
+class ReferenceActivations:
     """The layers' inputs in a pass of the whole model. The cut model's are compared with them.
 
     ``cut`` has the dimension of each layer's input of which a rank of the group has a part; None: it has the whole.
@@ -348,7 +348,7 @@ class WholePass:
         group, ranks, here = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         # Rank 0 says which calls it has recorded; every rank then samples its part of the same places.
         seen = {name: shape for name, (shape, _) in self._seen.items()}
-        shapes: dict[str, tuple[int, ...]] = from_rank(0, seen)
+        shapes: dict[str, tuple[int, ...]] = broadcast_object(0, seen)
         sampled: dict[str, Tensor] = {}
 
         def keep(name: str, tensor: Tensor) -> None:
@@ -363,7 +363,7 @@ class WholePass:
         every = rows.new_empty((ranks, *rows.shape)).to(self._trial.device)
         dist.all_gather_into_tensor(every.view(-1), rows.to(every.device).view(-1), group)
         difference = self._first_difference(every.cpu(), tolerance) if dist.get_rank() == 0 else None
-        return from_rank(0, difference)  # type: ignore[no-any-return]
+        return broadcast_object(0, difference)  # type: ignore[no-any-return]
 
     def _first_difference(self, every: Tensor, tolerance: float) -> tuple[str, list[str]] | None:
         """Return what :meth:`compare` does. ``every`` is (ranks, layers, SAMPLED); NaN: the rank lacks the value."""

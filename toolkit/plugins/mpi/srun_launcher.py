@@ -13,28 +13,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.base import fsio, logs
-from toolkit.base.errors import EXIT_FAILED, RequestError, SlurmError
+from toolkit.base.errors import EXIT_FAILED, RequestError, SlurmError, StoppedError, ToolkitError
+from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent import reports
 from toolkit.nodes.agent.messages import ReportsOrder
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agents import Agents, AgentUser
+from toolkit.nodes.start.agents import Agents, AgentUser, Events
 from toolkit.nodes.start.children import open_log, start_child
-from toolkit.nodes.start.launcher import (
-    AllRanksEnded,
-    Events,
-    LaunchFailed,
-    RunningRanks,
-    Store,
-    StoreHostEnded,
-    port_in,
-)
+from toolkit.nodes.start.launcher import AllRanksEnded, LaunchFailed, RunningRanks, Store, StoreHostEnded, port_in
 from toolkit.nodes.start.srun import Srun
+from toolkit.run.supervise.rank_stop import is_stop_waiting
 from toolkit.slurm.commands import SlurmCommands, settings_of
 from toolkit.slurm.container import Container
 from toolkit.slurm.environment import step_environment
@@ -67,12 +62,12 @@ class SrunLauncher(AgentUser):
         self._mpi = mpi_plugin(config, slurm)
         self._step: _SrunRanks | None = None
 
-    def open(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
+    def listen(self, command: Sequence[str], environ: Mapping[str, str], events: Events) -> None:
         """Let new agents connect. Those of a dead supervisor must leave: their ranks notice it, and end."""
         self._events = events
-        self._agents.open(environ, events, self)
+        self._agents.listen(environ, events, self)
 
-    def prepare(self, hosts: Collection[str]) -> None:
+    def start_agents(self, hosts: Collection[str]) -> None:
         """Start the agents. They start no ranks."""
         self._agents.ensure(hosts)
 
@@ -147,14 +142,14 @@ class _SrunRanks:
         if host in self._hosts:
             self._events.put(LaunchFailed((), host, why))
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+    def send_signal(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal the step in a thread. ``scancel -s KILL`` takes 75 ms, but 10 s while a dead node is asked."""
         if number is signal.SIGKILL:
             self._srun.given_up.set()
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
-        self._srun.silence()
+        self._srun.kill_client()
 
     def _kill(self, number: signal.Signals) -> None:
         """Signal the step by scancel. srun itself would send SIGTERM first and wait KillWait."""
@@ -176,10 +171,10 @@ def mpi_plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
     """Return the argument of ``srun --mpi``: for the backend mpi, unless ``SLURM_MPI_TYPE`` or the site has one."""
     if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
         return None
-    return of_library() if settings_of(slurm).mpi_default == "none" else None
+    return detect_pmi() if settings_of(slurm).mpi_default == "none" else None
 
 
-def of_library(python: str = sys.executable) -> str:
+def detect_pmi(python: str = sys.executable) -> str:
     """Return ``pmix`` or ``pmi2``, as mpi4py's MPI library here needs. It is ``pmix`` if unknown."""
     try:
         done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_LIMIT_S)
@@ -203,11 +198,14 @@ class StoreHost:
     ) -> None:
         """Listen on the address ``host``. In ``container``, if any: RequestError where the store does not start there.
 
+        Raises StoppedError where a signal comes before it has.
+
         The socket is bound before the ranks start, so that no other job can take the port.
         """
         module = ["toolkit.ranks.store_host", "--world-size", str(world_size), "--host", host]
         self._events = events
         self._closing = False
+        self._given_up: ToolkitError | None = None  #: why the start was not waited for
         self._is_a_step = container is not None and container.is_a_step
         # A container that is an srun step cannot inherit a socket.
         if container is not None and container.is_a_step:
@@ -215,7 +213,15 @@ class StoreHost:
             self._process = _start(command, step_environment(environ), log_path, signal.SIGTERM)
             # The store chooses its port, since srun passes no socket on.
             assert self._process.stdout is not None
+            # A container that hangs would keep the supervisor from all else.
+            has_started = threading.Event()
+            watch = threading.Thread(target=self._end_unless, args=[has_started, log_path], daemon=True)
+            watch.start()
             port = next((port for line in self._process.stdout if (port := port_in(line)) is not None), None)
+            has_started.set()
+            watch.join()
+            if self._given_up is not None:
+                raise self._given_up
             if port is None:
                 raise RequestError(f"the store host did not start in the container: {log_path} says why")
             self.port = port
@@ -227,6 +233,19 @@ class StoreHost:
                 command = container.command(module) if container else [sys.executable, "-P", "-m", *module]
                 self._process = _start(command, environ, log_path, signal.SIGKILL, listener.fileno())
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _end_unless(self, has_started: threading.Event, log_path: Path) -> None:
+        """End the step where it takes too long, or a signal comes meanwhile."""
+        most_s = limits().zygote_imports_s
+        deadline = time.monotonic() + most_s
+        while not has_started.wait(limits().status_every_s) and not self._given_up:
+            if is_stop_waiting(self._events):
+                self._given_up = StoppedError("the store host's container is not waited for, as the run is to stop")
+            elif time.monotonic() >= deadline:
+                why = f"within {most_s:.0f} s: {log_path} says why"
+                self._given_up = RequestError(f"the store host did not start in the container {why}")
+            if self._given_up:
+                self._end_step()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -245,11 +264,24 @@ class StoreHost:
 
     def close(self) -> None:
         self._closing = True
-        self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
-        self._process.wait()
+        if self._is_a_step:
+            self._end_step()
+        else:
+            self._process.kill()
+            self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def _end_step(self) -> None:
+        """End srun, which then ends its step. Until srun has handlers it ignores SIGTERM, and it may hang later."""
+        self._process.terminate()
+        try:
+            self._process.wait(limits().kill_again_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with it ends its helper, see Srun.silence
+            self._process.wait()
 
 
 def _start(

@@ -2,8 +2,9 @@
 
 Only for jobs with ``--no-kill``, which would stay RUNNING for ever without a supervisor. An agent that has lost the
 supervisor, or receives nothing from it, starts this process. It uses three signs: the supervisor's status file changes
-twice a second; the supervisor accepts connections (slurmd would, too, on a batch host that has rebooted, and there it
-took Slurm two minutes to miss the job); the job's node list, which a dead node leaves when Slurm has noticed.
+every five seconds at least; the supervisor accepts connections (slurmd would, too, on a batch host that has rebooted,
+and there it took Slurm two minutes to miss the job); the job's node list, which a dead node leaves when Slurm has
+noticed.
 
 SIGTERM does not end this process: Slurm sends one at the beginning of a preemption's grace time. When the job is over,
 this process ends by the job's state, or by Slurm's SIGKILL after KillWait.
@@ -31,19 +32,19 @@ from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start.launcher import NodeFailed
 from toolkit.run.attempt.attempt import Attempt
 from toolkit.run.job import nodes
-from toolkit.run.job.slurm_job import JobFate, fate_of_row
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Intent
-from toolkit.run.requeue.requeue import EXCLUDE_S, take_back, to_exclude
-from toolkit.run.supervise.context import Context
+from toolkit.run.job.slurm_job import JobOutcome, outcome_of_row
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Intent
+from toolkit.run.requeue.requeue import EXCLUDE_S, requeue_job, to_exclude
 from toolkit.run.supervise.node_care import NodePoller
+from toolkit.run.supervise.supervisor_components import Context
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import TIMEOUT_S
 
 LOOK_EVERY_S = 2.0
 #: A supervisor that has written nothing for this long is checked by a connection.
-SILENT_S = 6.0
+SILENT_S = 12.0
 #: After this many unanswered checks in a row the batch host counts as gone.
 LOOKS = 2
 ASK_SLURM_EVERY_S = 30.0
@@ -53,7 +54,7 @@ LAST_LOOKS_EVERY_S = 1.0
 log = logs.get(__name__)
 
 
-def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
+def accepts_connection(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
     """True if ``host`` accepts a connection on ``port``."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s):
@@ -84,30 +85,30 @@ class BatchHostWatch:
         watched: WatchedJob,
         slurm: SlurmCommands,
         clock: Callable[[], float] = time.monotonic,
-        answers: Callable[[str, int], bool] = answers,
+        answers: Callable[[str, int], bool] = accepts_connection,
     ) -> None:
         self._watched, self._slurm, self._clock, self._answers = watched, slurm, clock, answers
         self._updated: float | None = None
         self._changed = clock()
         self._unanswered = 0
         self._asked_slurm = clock()
-        self._has_sigterm = False
+        self.is_ending = False  #: the job, perhaps: it was sent a SIGTERM
 
     @property
     def pause_s(self) -> float:
-        return LAST_LOOKS_EVERY_S if self._has_sigterm else LOOK_EVERY_S
+        return LAST_LOOKS_EVERY_S if self.is_ending else LOOK_EVERY_S
 
     def hurry(self) -> None:
         """Look more often after a SIGTERM, for what may be its reason."""
-        self._has_sigterm = True
+        self.is_ending = True
 
     def look(self) -> str | None:
         """Return why the job must be requeued, or None. Raises WatchOver when there is nothing to watch any more."""
         status = self._watched.run.status()
         if status.state is not None and status.state.is_over:
-            raise WatchOver(status.state)
+            raise WatchEndedError(status.state)
         if status.pid not in (None, self._watched.supervisor):
-            raise WatchOver("another supervisor has taken over: it has agents that watch")
+            raise WatchEndedError("another supervisor has taken over: it has agents that watch")
         # A status that changes is proof enough that the supervisor lives.
         if status.updated != self._updated:
             self._updated, self._changed, self._unanswered = status.updated, self._clock(), 0
@@ -126,21 +127,21 @@ class BatchHostWatch:
         return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
 
     def _problem_by_slurm(self) -> str | None:
-        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S and not self._has_sigterm:
+        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S and not self.is_ending:
             return None
         self._asked_slurm = self._clock()
         try:
             row = self._slurm.show_job(self._watched.job_id)
         except SlurmError as error:
-            log.warning("Slurm does not say how the job stands: %s", error)
+            log.warning("Slurm does not report the job's state: %s", error)
             return None
         # The order matters: a batch host that has left the list explains a job that is over.
         if row is None or row.restarts > self._watched.restart_count:
-            raise WatchOver("the job is over")
+            raise WatchEndedError("the job is over")
         if has_lost(row, self._watched.batch_host):
             return f"the batch host {self._watched.batch_host} has left the job's node list"
-        if row.is_over or (self._has_sigterm and row.state != "RUNNING"):
-            raise WatchOver(f"the job is {row.state}")
+        if row.is_over or (self.is_ending and row.state != "RUNNING"):
+            raise WatchEndedError(f"the job is {row.state}")
         return None
 
 
@@ -153,7 +154,7 @@ def has_lost(row: JobRow, batch_host: str) -> bool:
     return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
 
 
-class WatchOver(Exception):
+class WatchEndedError(Exception):
     """Raised when there is nothing to watch any more."""
 
 
@@ -164,7 +165,7 @@ def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
     while True:
         try:
             why = watch.look()
-        except WatchOver as over:
+        except WatchEndedError as over:
             log.info("%s", over)
             return
         if why is not None:
@@ -174,7 +175,7 @@ def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
                 nodes.remember(watched.run, watched.batch_host, why)
             except (OSError, DamagedFileError) as error:  # a full disk: the job must be requeued all the same
                 log.error("%s: node %s cannot be noted: %s", watched.run.path, watched.batch_host, error)
-            requeue(watched, slurm)
+            requeue(watched, slurm, is_ending=watch.is_ending)
             return
         if signal.sigtimedwait(_END_SIGNALS, watch.pause_s) is not None:
             watch.hurry()
@@ -183,25 +184,26 @@ def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
 _END_SIGNALS = {signal.SIGTERM}
 
 
-def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
+def requeue(watched: WatchedJob, slurm: SlurmCommands, *, is_ending: bool = False) -> None:
     """Put the job back into the queue, without its batch host.
 
     A host that was only cut off, and is chosen again while it still has the earlier job, refuses ("Duplicate jobid").
-    Slurm then drains the node and holds the job until an administrator releases it.
+    Slurm then drains the node and holds the job until an administrator releases it. Where the job ``is_ending``, Slurm
+    kills this process within KillWait, and the requeue comes first: without it the job would be over.
     """
     look = partial(_how_it_stands, watched, slurm)
-    row = outages.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
+    row = outages.retry_slurm(lambda: slurm.show_job(watched.job_id), "Slurm does not report the job's state")
     # A job that may not be requeued is ended, and its follow-up job takes over.
     if row is not None and not row.can_requeue:
         # It would run on without a supervisor, and its follow-up job wait for it: end it. The status tells the
         # follow-up job that it is needed, for Slurm calls the end a cancellation.
-        if outages.ask(look, "Slurm does not say how the job stands") is JobFate.CANCELLED:
-            log.info("job %s has been cancelled: leaving it so", watched.job_id)
+        if outages.retry_slurm(look, "Slurm does not report the job's state") is JobOutcome.CANCELLED:
+            log.info("job %s has been cancelled: leaving it as it is", watched.job_id)
         else:
             why = f"the batch host {watched.batch_host} is gone"
             status = watched.run.status().replace(state=RunState.REQUEUED, why=why, updated=time.time())
-            outages.persist(lambda: watched.run.write_status(status), watched.run.path)
-            outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
+            outages.retry_write(lambda: watched.run.write_status(status), watched.run.path)
+            outages.retry_slurm(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
         return
     # This process has the variables of the agents' step; the choice of nodes needs the job's.
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
@@ -210,24 +212,24 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     bad = {watched.batch_host: nodes.BadNode("gone", time.time())}
     with suppress(DamagedFileError):  # the job must be requeued all the same
         bad |= nodes.remembered(watched.run)
-    excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
-    seen, _ = take_back(look, slurm, watched.job_id)
-    if seen is not JobFate.REQUEUED:
-        log.info("job %s is %s: leaving it so", watched.job_id, seen)
+    excluded = None if is_ending or row is None else to_exclude(watched.run, row, slurm, bad, like_our_job)
+    seen, _ = requeue_job(look, slurm, watched.job_id)
+    if seen is not JobOutcome.REQUEUED:
+        log.info("job %s is %s: leaving it as it is", watched.job_id, seen)
     # Only now: Slurm refuses an exclusion while the job runs.
     elif excluded:
         exclude = partial(slurm.exclude_nodes, watched.job_id, excluded)
-        outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+        outages.retry_slurm(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
 
 
-def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
+def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobOutcome:
     """Return how the job stands. If its batch host came back too late, its end only looks like a cancellation."""
-    if stop_request.asked(watched.run) is Intent.CANCEL:
-        return JobFate.CANCELLED
+    if user_requests.read_intent(watched.run) is Intent.CANCEL:
+        return JobOutcome.CANCELLED
     row = slurm.show_job(watched.job_id)
-    seen = fate_of_row(row, watched.restart_count)
+    seen = outcome_of_row(row, watched.restart_count)
     is_lost = row is not None and has_lost(row, watched.batch_host)
-    return JobFate.NODE_FAILED if is_lost and seen is JobFate.CANCELLED else seen
+    return JobOutcome.NODE_FAILED if is_lost and seen is JobOutcome.CANCELLED else seen
 
 
 def command(run: RunDir, job: Allocation, address: str, port: int) -> list[str]:

@@ -46,9 +46,11 @@ def of_run(
     if any(line.cause == "timeout" for line in attempts):
         longest_s = math.inf
     is_training = at is not None and (at.step or 0) > (at.step_start or 0)
-    tells = has_completed or is_training or has_trained(attempts)
+    # What was used says too little without a step, and where the last attempt ran out of memory.
+    has_trained = any((line.step_end or 0) > (line.step_start or 0) for line in attempts)
+    has_trained = has_trained and attempts[-1].cause != "out_of_memory"
     sbatch = None
-    if tells and total.cpu_held_s / max(1, total.cpus) >= LEAST_MEASURED_S:
+    if (has_completed or is_training or has_trained) and total.cpu_held_s / max(1, total.cpus) >= LEAST_MEASURED_S:
         sbatch = sbatch_line(total, longest_s)
     price = run.price
     if price is None or not (price.cpu_hour or price.gpu_hour):
@@ -56,12 +58,6 @@ def of_run(
     cost = (total.cpu_held_s * price.cpu_hour + total.gpu_held_s * price.gpu_hour) / 3600
     used = (total.cpu_s * price.cpu_hour + total.gpu_s * price.gpu_hour) / 3600
     return Efficiency(len(run.jobs), total, sbatch, round(cost, 4), round(max(0.0, cost - used), 4), price.currency)
-
-
-def has_trained(attempts: Sequence[AttemptRecord]) -> bool:
-    """True if an attempt made a step, and the last one did not run out of memory: else the use says too little."""
-    made_a_step = any((line.step_end or 0) > (line.step_start or 0) for line in attempts)
-    return made_a_step and attempts[-1].cause != "out_of_memory"
 
 
 def together(jobs: Sequence[JobUsage]) -> JobUsage:
@@ -146,7 +142,7 @@ def rows(used: JobUsage) -> list[Row]:
     return found
 
 
-def curves(usage: JobUsage | None) -> dict[str, float]:
+def usage_scalars(usage: JobUsage | None) -> dict[str, float]:
     """Return what the job uses now for TensorBoard; empty where nothing is known."""
     if usage is None:
         return {}

@@ -1,7 +1,7 @@
 """Finds out which rank of a run that hangs the others wait for, and what it does.
 
-In a hang the ranks write their stacks (:mod:`toolkit.hang`), which their nodes read (:mod:`.stack_digest`). A call that
-only some ranks make may have paired up with another call of the rest many calls before: its line is found by the
+In a hang the ranks write their stacks (:mod:`toolkit.hang`), which their nodes read (:mod:`.stack_summary`). A call
+that only some ranks make may have paired up with another call of the rest many calls before: its line is found by the
 collectives that torch's flight recorder has written.
 """
 
@@ -24,20 +24,21 @@ from toolkit import hang
 from toolkit.base import fsio, hostlist, logs
 from toolkit.base.process_limits import limits
 from toolkit.base.this_node import bare_python
+from toolkit.files import records
 from toolkit.files.rundir import RunDir
 from toolkit.hang import STUCK_SHARE, Watchdog
-from toolkit.nodes.agent.messages import RankActivity, StacksAnswered, StacksOrder, WatchRanksOrder
-from toolkit.nodes.agent.reports import Digest, Standing
+from toolkit.nodes.agent.messages import ScriptRankStatus, StacksAnswered, StacksOrder, WatchRanksOrder
+from toolkit.nodes.agent.reports import ProgressSummary, RankProgress
 from toolkit.nodes.start.agents import Agents
 from toolkit.nodes.start.launcher import RunningRanks
-from toolkit.plugins.node_watch import silent_scripts, stack_digest
+from toolkit.plugins.node_watch import silent_scripts, stack_summary
 from toolkit.plugins.node_watch.outside_stacks import Stack, main_stack, program_line
-from toolkit.plugins.node_watch.stack_digest import WAITING, RankGroup, RankStack
+from toolkit.plugins.node_watch.stack_summary import WAITING, RankGroup, RankStack
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import RankFailure
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Answer, StackGroup
-from toolkit.run.supervise.context import Context
+from toolkit.run.attempt.verdict import RankFailure
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Answer, StackGroup
+from toolkit.run.supervise.supervisor_components import Context
 
 log = logs.get(__name__)
 
@@ -69,23 +70,23 @@ class Investigation:
         order = WatchRanksOrder(attempt.number, tuple(command))
         agents.request(dict.fromkeys(attempt.plan.hosts, order), SimpleQueue())  # there is no answer
 
-    def take_activity(self, activity: RankActivity) -> None:
+    def take_activity(self, activity: ScriptRankStatus) -> None:
         """Take what a node tells of a rank."""
         if self._silence is not None:
             self._silence.take(activity)
 
-    def still_s(self) -> float:
+    def silence_s(self) -> float:
         """Return for how long they have been silent."""
-        return 0.0 if self._silence is None else self._silence.still_s
+        return 0.0 if self._silence is None else self._silence.silence_s
 
     def close(self) -> None:
         """End the watch of a script. After a failure log the silent ranks: others may have waited for them."""
         if self._silence is None:
             return
-        silent = self._silence.standings()
+        silent = self._silence.rank_progress()
         if silent and self._attempt.failures and self._attempt.hang is None:
-            still_s = min(standing.still_s for standing in silent)
-            names = ",".join(str(standing.rank) for standing in silent)
+            still_s = min(progress.still_s for progress in silent)
+            names = ",".join(str(progress.rank) for progress in silent)
             log.warning("silent for %.0f s or longer before: rank %s", still_s, names)
         self._have_ranks_watched([])
 
@@ -95,11 +96,11 @@ class Investigation:
         """Find out which rank is behind. Ranks that report write their stacks on a signal."""
         attempt = self._attempt
         if reports is not None:
-            ranks = self._by_host(self._unknown(None, reports.still_s))
+            ranks = self._by_host(self._unknown(None, reports.stalled_s))
             self._have_stacks_written(ranks)
         else:
             assert self._silence is not None, "it has found the hang"
-            ranks = self._by_host(self._silence.standings())
+            ranks = self._by_host(self._silence.rank_progress())
         groups = self._look(ranks, reports, outside=reports is None, may_end=reports is None)
         return investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
 
@@ -112,11 +113,11 @@ class Investigation:
                 found = self.read_stacks(reports)
                 groups = tuple(StackGroup(each.ranks, each.doing, each.still_s, each.stack) for each in found)
                 seen = Answer(attempt=attempt.number, step=attempt.progress.step, groups=groups)
-                stop_request.answer(run, request_id, seen)
+                user_requests.answer(run, request_id, seen)
             except Exception as error:  # the run continues without the stacks
                 log.warning("the stacks cannot be shown: %s: %s", type(error).__name__, error)
                 with suppress(OSError):  # a full disk: the command says that there was no answer
-                    stop_request.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
+                    user_requests.answer(run, request_id, Answer(refused=f"the stacks cannot be shown: {error}"))
 
         threading.Thread(target=answer, daemon=True).start()
 
@@ -127,27 +128,29 @@ class Investigation:
             self._have_stacks_written(ranks)
         return self._look(ranks, reports, whole=True, outside=reports is None)
 
-    def _unknown(self, phase: str | None, still_s: float) -> list[Standing]:
-        return [Standing(rank, phase, None, still_s, False) for rank in range(self._attempt.plan.world_size)]
+    def _unknown(self, phase: str | None, still_s: float) -> list[RankProgress]:
+        return [RankProgress(rank, phase, None, still_s, False) for rank in range(self._attempt.plan.world_size)]
 
-    def _have_stacks_written(self, ranks: Mapping[str, Sequence[Standing]]) -> None:
+    def _have_stacks_written(self, ranks: Mapping[str, Sequence[RankProgress]]) -> None:
         """Have ranks that report write their stacks. Old ones are removed before, or they would pass for new."""
         if self._has_old_stacks and self._context.agents is not None:
             orders = _orders(self._context.run, self._attempt.number, ranks, remove=True)
             self._context.agents.ask(orders, LATE_S)
         self._has_old_stacks = True
-        self._ranks.kill(hang.ASK)
+        self._ranks.send_signal(hang.ASK)
 
-    def _look(self, ranks: Mapping[str, Sequence[Standing]], reports: Watchdog | None, **how: bool) -> list[RankGroup]:
+    def _look(
+        self, ranks: Mapping[str, Sequence[RankProgress]], reports: Watchdog | None, **how: bool
+    ) -> list[RankGroup]:
         agents, known = self._context.agents, {} if reports is None else reports.nodes
         assert agents is not None
-        return look(agents, self._context.run, self._attempt.number, ranks, known, **how)
+        return collect_stacks(agents, self._context.run, self._attempt.number, ranks, known, **how)
 
-    def _by_host(self, standings: Sequence[Standing]) -> dict[str, list[Standing]]:
-        by_host: dict[str, list[Standing]] = {}
-        for standing in standings:
-            if standing.rank not in self._attempt.gone:  # it cannot answer, and would be taken for stopped
-                by_host.setdefault(self._attempt.host_of(standing.rank), []).append(standing)
+    def _by_host(self, rank_progress: Sequence[RankProgress]) -> dict[str, list[RankProgress]]:
+        by_host: dict[str, list[RankProgress]] = {}
+        for progress in rank_progress:
+            if progress.rank not in self._attempt.gone:  # it cannot answer, and would be taken for stopped
+                by_host.setdefault(self._attempt.host_of(progress.rank), []).append(progress)
         return by_host
 
 
@@ -159,19 +162,22 @@ class SilentRanks:
     """
 
     def __init__(self, ranks: int, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ranks = ranks
         self._waiting = set(range(ranks))  #: ranks that have not ended
         self._silent: dict[int, float] = {}  #: by rank: since when, by ``clock``
         self._confirm_s, self._clock = 2 * silent_scripts.look_every_s(bound_s), clock
         self._all_silent_since: float | None = None
 
-    def take(self, news: RankActivity) -> None:
-        """Take news of a rank, which replace what was known of it."""
+    def take(self, news: ScriptRankStatus) -> None:
+        """Take news of a rank, which replace what was known of it. A number that no rank has is of other output."""
+        if news.rank >= self._ranks:
+            return
         self._silent.pop(news.rank, None)
         self._waiting.add(news.rank)
         if news.state == silent_scripts.ENDED:
             self._waiting.discard(news.rank)
         elif news.state == silent_scripts.HIDDEN:
-            log.warning("rank %d: what it does cannot be seen from its node, so a hang is not noticed", news.rank)
+            log.warning("rank %d: what it does cannot be seen from its node, so a hang will not be detected", news.rank)
         elif news.state == silent_scripts.SILENT:
             self._silent[news.rank] = self._clock() - news.still_s
 
@@ -186,19 +192,19 @@ class SilentRanks:
         return self._clock() - self._all_silent_since > self._confirm_s
 
     @property
-    def still_s(self) -> float:
+    def silence_s(self) -> float:
         """Return for how long all ranks have been silent."""
-        return min(standing.still_s for standing in self.standings())
+        return min(progress.still_s for progress in self.rank_progress())
 
-    def standings(self) -> list[Standing]:
+    def rank_progress(self) -> list[RankProgress]:
         """Return how long each silent rank has been silent."""
         now = self._clock()
         silent = sorted(self._silent.items())
-        return [Standing(rank, silent_scripts.SILENT, None, now - since, False) for rank, since in silent]
+        return [RankProgress(rank, silent_scripts.SILENT, None, now - since, False) for rank, since in silent]
 
 
 #: Reads and digests the stacks of a node.
-COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.node_watch.stack_digest")
+COMMAND = (sys.executable, "-P", "-m", "toolkit.plugins.node_watch.stack_summary")
 #: What a node may take for its digest besides the time that it gives its ranks: an interpreter starts there.
 LATE_S = 5.0
 #: What it may take to read the stacks of scripts from outside.
@@ -207,43 +213,44 @@ OUTSIDE_S = 20.0
 FRAMES = 5
 
 
-def look(
+def collect_stacks(
     agents: Agents,
     run: RunDir,
     attempt: int,
-    standings: Mapping[str, Sequence[Standing]],
-    known: Mapping[str, Digest],
+    rank_progress: Mapping[str, Sequence[RankProgress]],
+    known: Mapping[str, ProgressSummary],
     **how: bool,
 ) -> list[RankGroup]:
     """Return what the ranks do, by their stacks, which they are asked for.
 
-    ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
-    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_digest`.
+    ``rank_progress`` are the ranks by host, as far as known here; the agent of a rank that reports knows better.
+    ``known`` is each node's last digest. ``how`` is for the nodes, see :mod:`.stack_summary`.
     """
     wait_s = limits().stacks_s + LATE_S + (OUTSIDE_S if how.get("outside") else 0.0)
-    heard = agents.ask(_orders(run, attempt, standings, **how), wait_s)
+    heard = agents.ask(_orders(run, attempt, rank_progress, **how), wait_s)
     answers = {host: answer for host, answer in heard.items() if isinstance(answer, StacksAnswered)}
     # A node that has not answered is described by its last digest.
     groups: list[RankGroup] = []
-    for host, ranks in standings.items():
+    for host, ranks in rank_progress.items():
         if host in answers:
-            groups += stack_digest.from_json(answers[host].groups)
-            continue
+            with suppress(records.SchemaError):  # what a library has printed last
+                groups += stack_summary.from_json(answers[host].groups)
+                continue
         # Its ranks count as stopped if it is silent, else as unknown.
         last, is_silent, unheard = known.get(host), host in agents.silent_hosts, list[RankStack]()
         for rank in ranks:
             phase, step = (rank.phase, rank.step) if last is None else (hang.IN_STEP, last.least)
-            standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
-            unheard.append(RankStack(standing, [] if is_silent else None, is_read=is_silent))
-        groups += stack_digest.group(unheard)
-    return stack_digest.merge(groups)
+            progress = RankProgress(rank.rank, phase, step, rank.still_s, is_silent)
+            unheard.append(RankStack(progress, [] if is_silent else None, is_read=is_silent))
+        groups += stack_summary.group(unheard)
+    return stack_summary.merge(groups)
 
 
 def _orders(
-    run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], **how: bool
+    run: RunDir, attempt: int, rank_progress: Mapping[str, Sequence[RankProgress]], **how: bool
 ) -> dict[str, StacksOrder]:
     folder = str(run.path)
-    return {host: StacksOrder(attempt, COMMAND, folder, tuple(ranks), **how) for host, ranks in standings.items()}
+    return {host: StacksOrder(attempt, COMMAND, folder, tuple(ranks), **how) for host, ranks in rank_progress.items()}
 
 
 def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
@@ -274,7 +281,7 @@ def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, 
 def _stack_of(folder: Path, rank: int) -> Stack:
     """Return the stack of the rank's main thread; empty without an answer."""
     with suppress(OSError):
-        return main_stack(stack_digest.stack_text(hang.stack_path(folder, rank)) or "")
+        return main_stack(stack_summary.stack_text(hang.stack_path(folder, rank)) or "")
     return []
 
 
@@ -324,7 +331,7 @@ def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int
 
     Where all wait in collectives, those in another one than most are named, or at another line, or else the group with
     the ``odd`` call. No rank is named where the one that is waited for may be among those whose stacks could not be
-    read. ``groups`` are merged, see :mod:`stack_digest`.
+    read. ``groups`` are merged, see :mod:`.stack_summary`.
     """
     if not groups:
         return [], "every rank has ended, but not what started them"
@@ -335,7 +342,7 @@ def blame(groups: Sequence[RankGroup], odd: int | None = None) -> tuple[list[int
         read = [group for group in groups if group.is_read]
         total = sum(len(group.ranks) for group in groups)
         unread = sum(len(group.ranks) for group in groups if not group.is_read)
-        line = f"nobody knows who is behind: there was no time to read the stacks of {unread} of {total} ranks"
+        line = f"the slowest rank is unknown: there was no time to read the stacks of {unread} of {total} ranks"
         return [], f"{line}; {_counts(read, 'rank')}" if read else line
     last = [group for group in groups if group.place == furthest]
     # All wait for each other: a call that only some ranks make puts these behind, and one that they leave out ahead.

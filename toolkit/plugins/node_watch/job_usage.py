@@ -16,7 +16,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.plugins.node_watch.usage import NodeUsage
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.slurm.environment import of_components
+from toolkit.slurm.environment import component_environments
 from toolkit.slurm.jobs import JobRow
 
 #: A GPU that has been idle for this long, and for as long as the attempt runs, is named as unused.
@@ -40,7 +40,7 @@ class JobUsageRecorder:
         self._run, self._allocation = run, allocation
         self._price = PriceRecord(price.cpu_hour, price.gpu_hour, price.currency)
         # Slurm rounds up the CPUs that were asked for, and may give whole nodes.
-        parts = of_components(environ) if allocation.job_id else []
+        parts = component_environments(environ) if allocation.job_id else []
         given = [hostlist.expand_counts(part.get("SLURM_JOB_CPUS_PER_NODE", "")) for part in parts]
         self._cpus = sum(map(sum, given)) or allocation.cpus_per_task * allocation.world_size
         self._since = time.time()

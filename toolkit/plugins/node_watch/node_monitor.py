@@ -1,30 +1,45 @@
 """The agent's side of what watches its node.
 
-The monitor, :mod:`toolkit.plugins.node_watch.program`, is a process of its own for the whole job. While a script
+The monitor, :mod:`toolkit.plugins.node_watch.monitor_program`, is its own process for the whole job. While a script
 reports nothing, :mod:`toolkit.plugins.node_watch.silent_scripts` is another one.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.base import logs
 from toolkit.base.this_node import bare_python
-from toolkit.nodes.agent.helpers import Helpers
-from toolkit.nodes.agent.messages import Message, NodeSick, RankActivity, RankWatchEnded, WatchRanksOrder
+from toolkit.files.records import JsonRecord, SchemaError
+from toolkit.nodes.agent.helpers import HelperLines, Helpers
+from toolkit.nodes.agent.messages import Message, NodeSick, RankWatchEnded, ScriptRankStatus, WatchRanksOrder
+from toolkit.plugins.node_watch.usage import NodeUsage
 
-MONITOR_COMMAND = bare_python("toolkit.plugins.node_watch.program")
+MONITOR_COMMAND = bare_python("toolkit.plugins.node_watch.monitor_program")
 #: The monitor starts after this time, and one that has printed nothing for so many heartbeats hangs.
 MONITOR_AFTER_S, MONITOR_HANGS = 2.0, 300
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class MonitorLine(JsonRecord):
+    """A line that the monitor prints: one of these."""
+
+    usage: NodeUsage | None = None
+    sick: str | None = None
+    log: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.usage is None and self.sick is None and self.log is None:
+            raise SchemaError("it has none of the monitor's keys")
 
 
 class MonitorProcess:
@@ -35,7 +50,7 @@ class MonitorProcess:
         self._helpers, self._send = helpers, send
         self._start_at = time.monotonic() + MONITOR_AFTER_S
         self._usage: dict[str, Any] | None = None  #: a sample that has not been taken
-        self._lines = _Lines("monitor")
+        self._lines = HelperLines("monitor", MonitorLine)
         self._rank_watch: int | None = None  #: the pid of what watches the ranks
         self._silence = 0  #: heartbeats since its last line
 
@@ -51,7 +66,7 @@ class MonitorProcess:
             self._start_at = math.inf
             try:
                 self._helpers.start(MONITOR_COMMAND, self._take)
-            except OSError as error:  # no memory or no processes are left: the ranks may go on
+            except OSError as error:  # no memory or no processes are left: the ranks may continue
                 self._note_end(str(error))
         usage, self._usage = self._usage, None
         return usage
@@ -63,15 +78,14 @@ class MonitorProcess:
     def _take(self, data: bytes) -> bool:
         if not data:
             self._note_end("it has closed its output")
-        for message in self._lines.cut(data):
+        for line in self._lines.feed(data):
             self._silence = 0
-            match message:
-                case {"usage": usage}:
-                    self._usage = usage
-                case {"sick": what}:
-                    self._send(NodeSick(what))
-                case {"log": text}:
-                    log.warning("%s", text)
+            if line.usage is not None:
+                self._usage = asdict(line.usage)
+            if line.sick is not None:
+                self._send(NodeSick(line.sick))
+            if line.log is not None:
+                log.warning("%s", line.log)
         return True
 
     def watch_ranks(self, order: WatchRanksOrder) -> None:
@@ -81,39 +95,17 @@ class MonitorProcess:
         self._rank_watch = None
         if not order.command:
             return
-        lines = _Lines("watch for silent ranks")
+        lines = HelperLines("watch for silent ranks", ScriptRankStatus)
 
         def take(data: bytes) -> bool:
-            for change in lines.cut(data):
-                self._send(RankActivity(order.attempt, **change))
+            for change in lines.feed(data):
+                self._send(change)
             if not data and self._rank_watch == pid:
                 self._send(RankWatchEnded(order.attempt))
             return True
 
         try:
             pid = self._rank_watch = self._helpers.start(order.command, take)
-        except OSError as error:  # no memory or no processes are left: the ranks may go on
+        except OSError as error:  # no memory or no processes are left: the ranks may continue
             log.warning("silent ranks are not watched: %s", error)
             self._send(RankWatchEnded(order.attempt))
-
-
-class _Lines:
-    """Cuts what a helper prints into lines of JSON."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._rest = name, b""
-
-    def cut(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the objects in the lines that ``data`` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        found = []
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if isinstance(message, dict):
-                found.append(message)
-            else:  # a library of the driver may print, too
-                log.warning("a line of the node's %s that is none was ignored: %.80r", self._name, line)
-        return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ctypes import Structure, Union, byref, c_int, c_int64, c_uint, c_uint32, c_ulonglong, c_void_p, sizeof
 from typing import Any
 
-from toolkit.devices.on_node import Condition, GpusError, Load, WatchedGpu
+from toolkit.devices.on_node import GpuHealth, GpusError, Load, WatchedGpu
 
 LIBRARY = "libnvidia-ml.so.1"
 #: Return codes.
@@ -134,7 +134,7 @@ class Nvml:
             self._call("nvmlDeviceGetName", handle, name, c_uint(len(name)))
             yield WatchedGpu(index, handle, name.value.decode(errors="replace")), uuid.value.decode()
 
-    def load(self, gpu: WatchedGpu) -> Load:
+    def utilization(self, gpu: WatchedGpu) -> Load:
         use = self._get("nvmlDeviceGetUtilizationRates", gpu, _Utilization)
         used, total = self._memory(gpu)
         milliwatts = self._number("nvmlDeviceGetPowerUsage", gpu, c_uint)
@@ -155,12 +155,12 @@ class Nvml:
         older = self._get("nvmlDeviceGetMemoryInfo", gpu, _GpuMemory)
         return (None, None) if older is None else (older.used, older.total)
 
-    def condition(self, gpu: WatchedGpu) -> Condition:
+    def health(self, gpu: WatchedGpu) -> GpuHealth:
         # This call's code also tells whether the GPU answers at all.
         errors = c_ulonglong()
         code = self._call("nvmlDeviceGetTotalEccErrors", gpu.handle, UNCORRECTED, VOLATILE, byref(errors))
         if code in (GPU_IS_LOST, RESET_REQUIRED):
-            return Condition(is_lost=True)
+            return GpuHealth(is_lost=True)
         corrected, rows, is_pending, has_failed = c_uint(), c_uint(), c_uint(), c_uint()
         pointers = (byref(corrected), byref(rows), byref(is_pending), byref(has_failed))
         knows_rows = self._call("nvmlDeviceGetRemappedRows", gpu.handle, *pointers) == SUCCESS
@@ -171,7 +171,7 @@ class Nvml:
         action = _FieldValue(field=RECOVERY_ACTION)
         knows_action = self._call("nvmlDeviceGetFieldValues", gpu.handle, c_int(1), byref(action)) == SUCCESS
         number = action.value.unsigned if knows_action and action.code == SUCCESS else 0
-        return Condition(
+        return GpuHealth(
             needs=RECOVERY_ACTIONS.get(number, f"needs recovery action {number}") if number else None,
             uncorrected_errors=errors.value if code == SUCCESS else None,
             remapped_rows=rows.value if knows_rows else None,

@@ -37,7 +37,7 @@ ABORT_LIMIT_S, QUIET_S, LOOK_EVERY_S = 1.5, 0.2, 0.02
 _LAUNCHERS = ("/subprocess.py", "/torch/distributed/elastic/")
 
 
-def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]], *, may_end: bool) -> None:
+def dump_stacks(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]], *, may_end: bool) -> None:
     """Write the stacks of each rank's processes, oldest first. ``may_end``: those that py-spy cannot read are ended."""
 
     def write_one(rank: int) -> None:
@@ -201,7 +201,7 @@ def main_stack(text: str) -> Stack:
     return main
 
 
-def is_ours(stack: Stack) -> bool:
+def is_in_toolkit(stack: Stack) -> bool:
     """True if the toolkit has called the library in which the rank is, or is there itself."""
     caller = next((frame.filename for frame in stack if frame.filename.startswith(_OURS) or not _is_library(frame)), "")
     return caller.startswith(_OURS)

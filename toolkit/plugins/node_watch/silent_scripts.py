@@ -10,8 +10,8 @@ started. A rank is silent while, from one look to the next,
 * and no GPU of this node was in use.
 
 torchrun itself does a little of this all the time, so only what it starts counts. Changes are printed in lines of JSON:
-``{"rank": 3, "state": "silent", "still_s": 301.5}`` once a rank has been silent for the whole bound, then ``moving``
-again, ``ended``, or ``hidden`` where the activity of its processes cannot be seen from here.
+``{"attempt": 1, "rank": 3, "state": "silent", "still_s": 301.5}`` once a rank has been silent for the whole bound, then
+``moving`` again, ``ended``, or ``hidden`` where the activity of its processes cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RankProcesses:
     """Finds the processes of the ranks on this node, and what each has used."""
 
     def __init__(self, run: RunDir, attempt: int, proc: Path = Path("/proc")) -> None:
-        wanted = re.escape(run.mark_of_rank(attempt, "RANK")).replace("RANK", "([0-9]+)")
+        wanted = re.escape(run.rank_tag(attempt, "RANK")).replace("RANK", "([0-9]+)")
         self._mark = _variable(RANK_VARIABLE, wanted)
         node = os.environ.get("SLURMD_NODENAME")  # nodes of a test cluster may see each other's processes
         self._node = None if node is None else _variable("SLURMD_NODENAME", re.escape(node))
@@ -142,7 +142,7 @@ class RankProcesses:
         process = (pid, stat.started_ticks)
         if process in self._agents:
             return self._agents[process]
-        found = is_agent(self._text(f"{pid}/cmdline").split("\0"))
+        found = is_torchrun(self._text(f"{pid}/cmdline").split("\0"))
         if not self._is_young(stat, uptime_s):
             self._agents[process] = found
         return found
@@ -170,7 +170,7 @@ class RankProcesses:
             return b""
 
 
-def is_agent(words: Sequence[str]) -> bool:
+def is_torchrun(words: Sequence[str]) -> bool:
     """True for the command line of torchrun or the like. A script with such a word as an argument is none."""
     for place, word in enumerate(words[1:], 1):
         # The first word that is no option is the program: the script, or the module after -m.
@@ -219,7 +219,7 @@ class GpuUse:
     def _look(self) -> None:
         with suppress(GpusError, OSError):
             self._gpus = self._gpus or self._open(os.environ)
-            self._is_busy = self._gpus is not None and any(self._gpus.load(gpu).busy for gpu in self._gpus.gpus)
+            self._is_busy = self._gpus is not None and any(self._gpus.utilization(gpu).busy for gpu in self._gpus.gpus)
 
 
 @dataclass
@@ -229,7 +229,7 @@ class _WatchedRank:
     reported: str = MOVING
 
 
-class NodeWatch:
+class SilentRankDetector:
     """Tells which ranks of this node have been silent for ``bound_s``. Time without a look does not count."""
 
     def __init__(
@@ -282,8 +282,8 @@ class NodeWatch:
 def main() -> None:
     """Watch until the agent ends this process. Arguments: RUN_DIR ATTEMPT BOUND_S."""
     run_dir, attempt, bound_s = sys.argv[1:]
-    watch = NodeWatch(RankProcesses(RunDir(Path(run_dir)), int(attempt)), float(bound_s), GpuUse().is_busy)
+    watch = SilentRankDetector(RankProcesses(RunDir(Path(run_dir)), int(attempt)), float(bound_s), GpuUse().is_busy)
     while True:
-        for message in watch.look():
-            print(json.dumps(message), flush=True)
+        for change in watch.look():
+            print(json.dumps({"attempt": int(attempt), **change}), flush=True)
         time.sleep(look_every_s(float(bound_s)))

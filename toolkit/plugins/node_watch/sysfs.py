@@ -18,7 +18,7 @@ from pathlib import Path
 
 from toolkit.devices import on_node
 from toolkit.devices.kinds import CUDA, ROCM
-from toolkit.devices.on_node import Condition, Gpus, GpusError, Load, NodeGpu, WatchedGpu
+from toolkit.devices.on_node import GpuHealth, Gpus, GpusError, Load, NodeGpu, WatchedGpu
 from toolkit.plugins.node_watch.nvml import Nvml
 
 #: The speed of a lane by the generation of PCIe, as Linux writes it (drivers/pci/probe.c).
@@ -41,7 +41,7 @@ class _SysfsGpus:
             for address, parts in self._parts.items()
         ]
 
-    def load(self, gpu: WatchedGpu) -> Load:
+    def utilization(self, gpu: WatchedGpu) -> Load:
         microjoules = _first(gpu.handle, "hwmon/hwmon*/energy1_input")
         microwatts = _first(gpu.handle, "hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input")
         return Load(
@@ -51,10 +51,10 @@ class _SysfsGpus:
             None if microjoules is None else microjoules / 1e6,
         )
 
-    def condition(self, gpu: WatchedGpu) -> Condition:
+    def health(self, gpu: WatchedGpu) -> GpuHealth:
         if not gpu.handle.is_dir():
-            return Condition(is_lost=True)
-        return Condition(
+            return GpuHealth(is_lost=True)
+        return GpuHealth(
             link_width=number_in(gpu.handle / "current_link_width"),
             most_link_width=number_in(gpu.handle / "max_link_width"),
             link_generation=_generation(gpu.handle / "current_link_speed"),
@@ -80,23 +80,23 @@ class AmdGpus(_SysfsGpus):
 
     cannot_tell = "AMD's driver counts no energy, and only root reads its faults (dmesg)"
 
-    def load(self, gpu: WatchedGpu) -> Load:
+    def utilization(self, gpu: WatchedGpu) -> Load:
         """Return how much ``gpu`` works. Energy is not told; power is that of the package, for both of its halves."""
         percent = number_in(gpu.handle / "gpu_busy_percent")
         return replace(
-            super().load(gpu),
+            super().utilization(gpu),
             busy=None if percent is None else percent / 100,
             memory_bytes=number_in(gpu.handle / "mem_info_vram_used"),
             total_memory_bytes=number_in(gpu.handle / "mem_info_vram_total"),
         )
 
-    def condition(self, gpu: WatchedGpu) -> Condition:
+    def health(self, gpu: WatchedGpu) -> GpuHealth:
         """Return how well ``gpu`` is, with the uncorrected errors of its memory since the driver was loaded."""
         errors = None
         with suppress(OSError, AttributeError):  # "ue: 0", then the corrected ones
             found = re.search(r"^ue: (\d+)", (gpu.handle / "ras/umc_err_count").read_text(), re.MULTILINE)
             errors = int(found[1]) if found else None
-        return replace(super().condition(gpu), uncorrected_errors=errors)
+        return replace(super().health(gpu), uncorrected_errors=errors)
 
     def processes(self, gpu: WatchedGpu) -> Iterator[int]:
         """Yield the processes with memory on ``gpu``, of every user (amdkfd, kfd_process.c)."""
@@ -109,7 +109,7 @@ class AmdGpus(_SysfsGpus):
 class IntelGpus(_SysfsGpus):
     """Intel's GPUs: :class:`toolkit.devices.on_node.Gpus`."""
 
-    cannot_tell = "Intel's driver tells neither the use of a GPU nor of its memory here, and only root reads its faults"
+    cannot_tell = "Intel's driver reports neither GPU nor memory use here, and only root reads its faults"
 
 
 def _model(device: Path) -> str:

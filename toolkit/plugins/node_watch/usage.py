@@ -192,7 +192,7 @@ class JobProcesses:
             return ""
 
 
-def group_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+def cgroup_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     """Return the memory of the job's control group, above our step's, and its shared part; None if it has no group."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -240,7 +240,7 @@ class NodeSampler:
     ) -> None:
         self._processes, self._gpus, self._clock, self._root = processes, gpus, clock, root
         self._network = network_bytes(root)
-        self._first_energy = {gpu.index: gpus.load(gpu).energy_j for gpu in gpus.gpus} if gpus else {}
+        self._first_energy = {gpu.index: gpus.utilization(gpu).energy_j for gpu in gpus.gpus} if gpus else {}
         since = processes.began(clock())
         self._usage = NodeUsage(since, clock(), gpus=tuple(GpuUsage(gpu.index) for gpu in gpus.gpus) if gpus else ())
         #: Time, CPU time and that of start-up at the beginning of what counts for the peak.
@@ -248,7 +248,7 @@ class NodeSampler:
 
     def sample(self) -> NodeUsage:
         before, now, totals = self._usage, self._clock(), self._processes.totals()
-        held = group_memory(self._root) or (totals.memory_bytes, totals.shared_bytes)
+        held = cgroup_memory(self._root) or (totals.memory_bytes, totals.shared_bytes)
         received, sent = network_bytes(self._root)
         cpu_s = max(before.cpu_s, totals.cpu_s)
         cpus, most_cpus = before.cpus, before.most_cpus
@@ -280,7 +280,7 @@ class NodeSampler:
         if self._gpus is None:
             return
         for gpu, known in zip(self._gpus.gpus, self._usage.gpus, strict=True):
-            load = self._gpus.load(gpu)
+            load = self._gpus.utilization(gpu)
             # Where a driver does not tell, the GPU counts as used: else the next job would be advised to do without.
             busy = 1.0 if load.busy is None else load.busy
             memory, power_w = load.memory_bytes or 0, load.power_w or 0.0

@@ -94,7 +94,7 @@ def _points(run: RunDir) -> defaultdict[str, dict[int, float]]:
     return points
 
 
-def page(found: Mapping[str, Any], width: int | None = None) -> str:
+def format_text(found: Mapping[str, Any], width: int | None = None) -> str:
     """Return the differences for a terminal."""
     rows: list[tuple[str, ...]]
     parts = [f"first:  {found['runs'][0]}\nsecond: {found['runs'][1]}"]

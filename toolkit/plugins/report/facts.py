@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from toolkit.base import logs
+from toolkit.base import fsio, logs
 from toolkit.base.errors import CheckpointError
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.folder import committed
+from toolkit.checkpoint.folder import committed, saved_at
 from toolkit.cli import run_facts
+from toolkit.cli.run_rows import RunRow
 from toolkit.files import records
 from toolkit.files.run_files import AttemptRecord, SweepPoint
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines
-from toolkit.plugins.report.curves import Curve, read_curves
-from toolkit.run.prepare.run_keys import shown_values
-from toolkit.run.prepare.snapshot import SnapshotNote
+from toolkit.plugins.report.curves import Curve, CurveReader
+from toolkit.plugins.report.why import page as why_page
+from toolkit.run.prepare.snapshot import SnapshotNote, shown_values
+
+#: A checkpoint: its name, when it was committed, and its bytes.
+CheckpointFacts: TypeAlias = tuple[str, float, int]
+#: Older checkpoints are only counted.
+MOST_CHECKPOINTS = 20
 
 #: What of `toolkit why` may leave the run folder: no lines of logs.
 _TOLD = (
     *("run", "state", "why", "cause", "diagnosis", "next", "loss", "last_checkpoint", "step_reached", "steps_lost"),
-    *("nodes", "ailing_nodes", "bad_nodes", "stragglers", "goodput", "start_up", "efficiency"),
+    *("nodes", "degraded_nodes", "bad_nodes", "stragglers", "goodput", "start_up", "efficiency"),
 )
 #: The manifest of a larger checkpoint would take seconds to read.
 _LARGEST_MANIFEST_BYTES = 1 << 25
@@ -42,6 +51,11 @@ class ReportFacts:
     config: Mapping[str, str]  #: by dotted key
     hidden: Mapping[str, str] = field(repr=False)  #: the values that ``config`` does not show
     versions: Mapping[str, str]
+    checkpoints: tuple[CheckpointFacts, ...] = ()  #: the newest first
+    why: str = field(default="", repr=False)  #: the page of `toolkit why`, which has lines of logs: for the live page
+    logs: tuple[str, ...] = ()  #: the logs that the live page shows
+    row: RunRow | None = field(default=None, repr=False)  #: of the table, as it is now: for the live page
+    unread_bytes: int = 0  #: of the metrics, that the live page has not read yet
 
     @property
     def title(self) -> str:
@@ -66,9 +80,13 @@ class ReportFacts:
         }
 
 
-def facts_of(run: RunDir) -> ReportFacts:
-    """Return the facts about ``run``. Raises DamagedFileError where a file of it cannot be read."""
-    told = run_facts.facts(run)
+def facts_of(run: RunDir, row: RunRow | None = None, curves: Mapping[str, Curve] | None = None) -> ReportFacts:
+    """Return the facts about ``run``. Raises DamagedFileError where a file of it cannot be read.
+
+    The live page has the run's ``row`` and ``curves``. For it, the facts include lines of logs.
+    """
+    told = run_facts.facts(run, row)
+    why = "" if row is None else why_page.format_text(told, whole=True)
     # The line of a log that gave the cause away stays in the run folder.
     if found := told["diagnosis"]:
         told["diagnosis"] = {name: found[name] for name in ("cause", "next", "rank", "host")}
@@ -98,9 +116,43 @@ def facts_of(run: RunDir) -> ReportFacts:
             slow_nodes=progress.stragglers,
         )
         attempts.append(current)
-    curves = read_curves(lines.path_of(run))
     config, hidden = shown_values(run)
-    return ReportFacts(run, told, tuple(attempts), figures, curves, config, hidden, _versions(run))
+    if curves is None:
+        curves = CurveReader(lines.path_of(run)).read()
+    return ReportFacts(
+        run,
+        told,
+        tuple(attempts),
+        figures,
+        curves,
+        config,
+        hidden,
+        _versions(run),
+        tuple(_checkpoints(run)),
+        why,
+        row=row,
+    )
+
+
+def _checkpoints(run: RunDir) -> Iterator[CheckpointFacts]:
+    """Yield the newest checkpoints. Their sizes are those of the files: a large manifest takes seconds to read."""
+    with suppress(CheckpointError):  # the versions' warning says why
+        for path in committed(run.checkpoints)[:MOST_CHECKPOINTS]:
+            with suppress(OSError):  # it is being removed
+                yield path.name, saved_at(path), _size(path, path.stat().st_mtime)
+
+
+@lru_cache(maxsize=512)
+def _size(path: Path, changed: float) -> int:
+    return sum(file.stat().st_size for file in fsio.files_below(path))
+
+
+@lru_cache(maxsize=64)
+def _written_by(path: Path, saved: float) -> Mapping[str, Any]:
+    """Return the versions of the packages that wrote a checkpoint."""
+    if (path / manifest.NAME).stat().st_size >= _LARGEST_MANIFEST_BYTES:
+        return {}
+    return manifest.read(path).versions
 
 
 def _versions(run: RunDir) -> dict[str, str]:
@@ -113,9 +165,8 @@ def _versions(run: RunDir) -> dict[str, str]:
         found["copy of the sources"] = str(run.code_number)
     try:
         for folder in committed(run.checkpoints)[:1]:
-            if (folder / manifest.NAME).stat().st_size < _LARGEST_MANIFEST_BYTES:
-                versions = manifest.read(folder).versions
-                found |= {name: str(version) for name, version in sorted(versions.items())}
+            versions = _written_by(folder, folder.stat().st_mtime)
+            found |= {name: str(version) for name, version in sorted(versions.items())}
     except (OSError, CheckpointError) as error:
         log.warning("%s", error)
     return found

@@ -23,12 +23,12 @@ BarPart: TypeAlias = tuple[str, float, float]
 NodeRow: TypeAlias = tuple[str, list[tuple[str, str]], str]
 
 
-def moment(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Return a time in UTC: a report is read elsewhere than where it was written."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def number(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a metric's value. A NaN is null in the files."""
     return "not a number" if value is None else str(value) if isinstance(value, int) else short(value)
 
@@ -39,13 +39,15 @@ def key_figures(facts: ReportFacts) -> Iterator[tuple[str, str]]:
     if figures["step"] is not None:
         step, total = figures["step"], figures["total_steps"]
         yield "step", f"{step:,} of {total:,}" if total and total != step else f"{step:,}"
+    elif (printed := facts.told["printed"])["step"] is not None:
+        yield "step, as read from the output", f"~{printed['step']:,} of {printed['total_steps'] or '?'}"
     if figures.get("epoch") is not None:
         yield "epoch", str(figures["epoch"])
     if spent_s := wall_s(facts.told["goodput"]):
         yield "since the submission", in_units(spent_s)
         yield "of it training", f"{goodput.ratio(facts.told['goodput']):.1%}"
     yield "attempt" + "s" * (len(facts.attempts) != 1), str(len(facts.attempts))
-    yield from ((name, number(value)) for name, value in sorted(figures["metrics"].items())[:12])
+    yield from ((name, format_value(value)) for name, value in sorted(figures["metrics"].items())[:12])
 
 
 def extremes(summary: Mapping[str, Any]) -> str:
@@ -111,7 +113,9 @@ def timeline(attempts: Sequence[AttemptRecord]) -> tuple[float, float, list[tupl
         # An attempt without measured parts is drawn as idle.
         ledger = attempt.goodput or {"idle": attempt.ended - attempt.started}
         words = f"{attempt.attempt}: {attempt.cause}" + f", {attempt.decision}" * bool(attempt.decision)
-        label = f"attempt {words}, {in_units(attempt.ended - attempt.started)} from {moment(attempt.started)} UTC on"
+        label = (
+            f"attempt {words}, {in_units(attempt.ended - attempt.started)} from {format_time(attempt.started)} UTC on"
+        )
         bars.append((words, label, _stacked(ledger, begin - first, span)))
     return first, last, bars
 
@@ -123,7 +127,7 @@ def node_map(facts: ReportFacts, attempts: Sequence[AttemptRecord]) -> list[Node
     """Return what went wrong on which node. Nodes with a remark come first; those beyond a page are only counted."""
     marks = [_marks(attempt) for attempt in attempts]
     remarks: dict[str, list[str]] = {}
-    for words, nodes in (("not used any more", facts.told["bad_nodes"]), ("", facts.told["ailing_nodes"])):
+    for words, nodes in (("no longer used", facts.told["bad_nodes"]), ("", facts.told["degraded_nodes"])):
         for host, why in nodes.items():
             remarks.setdefault(host, []).append(f"{words}: {why}".removeprefix(": "))
     nodes = dict.fromkeys(host for attempt in attempts for host in attempt.nodes)

@@ -21,16 +21,16 @@ from statistics import median
 from typing import Any
 
 from toolkit.base import hostlist
-from toolkit.files.run_files import RunProgress, Start, Straggler
+from toolkit.files.run_files import AttemptStart, RunProgress, Straggler
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import PARTS, Timesheet
+from toolkit.metrics.goodput import PARTS, TimeBreakdown
 from toolkit.metrics.sinks import MOST_CURVES
 from toolkit.plugins.node_watch import efficiency
 from toolkit.ranks.session import Session
 
 
-class RankPace:
+class StragglerDetector:
     """Compares the ranks' own times of a step, on rank 0."""
 
     def __init__(self, session: Session) -> None:
@@ -89,7 +89,7 @@ class _Streak:
     since: float
     windows: int = 0
     ratios: float = 0.0
-    until: float | None = None  #: when it ended; None while it goes on
+    until: float | None = None  #: when it ended; None while it continues
 
     @property
     def ratio(self) -> float:
@@ -190,10 +190,10 @@ _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "st
 class History:
     """The attempts before this one. Rank 0 alone reads them, once, from the run's files; other ranks have none."""
 
-    def __init__(self, session: Session, first_step: int, sheet: Timesheet) -> None:
+    def __init__(self, session: Session, first_step: int, breakdown: TimeBreakdown) -> None:
         self._attempt, self._is_main = session.attempt, session.is_main
         self._first_step = first_step
-        self._sheet = sheet
+        self._breakdown = breakdown
         run = RunDir(session.run_dir)
         self._nodes = run.status().nodes if self._is_main else ()
         self._lines = run.attempts() if self._is_main else []
@@ -211,9 +211,9 @@ class History:
             return {}
         # This attempt's part is computed as if it had begun at second 0 without start-up; the others' comes from files.
         best = max((line.step_end or 0 for line in self._lines), default=0)
-        spent = dict(self._sheet.spent)
+        spent = dict(self._breakdown.spent)
         here = goodput.of_attempt(
-            Start(0.0, None, 0.0, 0.0, best),
+            AttemptStart(0.0, None, 0.0, 0.0, best),
             0.0,
             RunProgress(spent=spent, step_start=self._first_step, step=step),
             sum(spent.values()),
@@ -229,7 +229,7 @@ class History:
             return {}
         self._read_usage_at = time.monotonic() + USAGE_EVERY_S
         try:
-            return efficiency.curves(self._run.status().usage)
+            return efficiency.usage_scalars(self._run.status().usage)
         except OSError:  # the disk is away, which ends no training
             return {}
 

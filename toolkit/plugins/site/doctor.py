@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit import __version__
-from toolkit.base import hostlist, logs
+from toolkit.base import fsio, hostlist, logs
 from toolkit.base.durations import in_units
 from toolkit.base.errors import RequestError, SlurmError
 from toolkit.base.process_limits import limits
@@ -36,7 +36,7 @@ from toolkit.nodes.start.srun import parse_srun_line
 from toolkit.plugins.site.checks import ANSWER_HEAD, FIRST_NODE, LAUNCHER, CheckAnswer, CheckRequest
 from toolkit.plugins.site.checks.host import CORE, MEMORY
 from toolkit.plugins.site.checks.preflight import SharedFolder, command
-from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
+from toolkit.plugins.site.checks.verdict import NodeCheck, NodesReport, failed_report, judge
 from toolkit.plugins.site.proof import Proof, prove
 from toolkit.plugins.site.site_profile import USED, SiteProfile, read_site
 from toolkit.run.submission import executors
@@ -58,6 +58,8 @@ COLUMNS = {
     "INFINIBAND": "infiniband",
 }
 
+#: The files of `toolkit doctor --prove --gpus`, in the current folder.
+EVIDENCE = "gpu-evidence"
 #: For each program that reads the site: a user waits for all of them.
 SITE_TIMEOUT_S = 15.0
 
@@ -144,7 +146,7 @@ def _ask(
         shared.read_answers(nodes)
         return judge(nodes, took_s, errors)
     except OSError as error:  # the folder cannot be written to, or there is no srun
-        return prevented(hosts, str(error), time.monotonic() - began)
+        return failed_report(hosts, str(error), time.monotonic() - began)
     finally:
         shared.remove()
 
@@ -163,6 +165,27 @@ def read_site_here() -> tuple[SiteProfile | None, str]:
         return read_site(slurm), ""
     except SlurmError as error:
         return None, f"the site cannot be read: {error}"
+
+
+def prove_gpus(config: JobConfig, nodes: int | None) -> list[Proof]:
+    """Show what the GPUs do by short runs, here or by Slurm, and write a page and a record of it."""
+    from toolkit.plugins.report import page
+    from toolkit.plugins.site import evidence
+
+    if "SLURM_JOB_ID" in os.environ:
+        raise RequestError("toolkit doctor --prove submits jobs of its own: call it on a login node")
+    config.cluster.nodes = nodes or config.cluster.nodes
+    began = time.monotonic()
+    facts, proofs = evidence.collect(config, executors.choose_executor("auto"))
+    facts |= versions() | {"took_s": round(time.monotonic() - began)}
+    cells = [
+        (p.name, MARKS[p.is_proven], "" if p.figure is None else f"{p.figure:.3g}", p.unit, p.text) for p in proofs
+    ]
+    record = {"facts": facts, "proofs": [asdict(proof) for proof in proofs]}
+    fsio.write_json(Path(f"{EVIDENCE}.json"), record)
+    fsio.write_atomic(Path(f"{EVIDENCE}.html"), page.evidence_page(facts, cells))
+    log.info("%s.json and %s.html name no host, no user and no path", EVIDENCE, EVIDENCE)
+    return proofs
 
 
 def prove_site(config: JobConfig, nodes: int | None, profile: SiteProfile | None, why_none: str) -> list[Proof]:
@@ -217,7 +240,7 @@ def _verdict(report: NodesReport, host: str) -> str:
 
 
 #: Proofs, as they are marked in front of their lines.
-_MARKS = {True: "proven", False: "FAILED", None: "not tried"}
+MARKS = {True: "proven", False: "FAILED", None: "not tried"}
 
 
 def partition_rows(profile: SiteProfile) -> list[tuple[str, ...]]:
@@ -280,7 +303,9 @@ def proof_lines(proofs: Sequence[Proof]) -> Iterator[str]:
     """Yield a line for each proof."""
     width = max(len(proof.name) for proof in proofs)
     for proof in proofs:
-        yield f"{_MARKS[proof.is_proven]:<9}  {proof.name:<{width}}  {proof.text}".rstrip()
+        figure = "" if proof.figure is None else f"{proof.figure:.3g} {proof.unit}"
+        words = "; ".join(filter(None, (figure, proof.text)))
+        yield f"{MARKS[proof.is_proven]:<9}  {proof.name:<{width}}  {words}".rstrip()
 
 
 def _listed(limits: dict[str, str | int | float | None]) -> str:
@@ -358,7 +383,7 @@ Start = Callable[[CheckRequest, Sequence[str]], CheckStep]
 
 def ask_nodes(
     request: CheckRequest, hosts: Sequence[str], start: Start, *, is_queued: bool = False
-) -> tuple[list[Heard], list[str], float]:
+) -> tuple[list[NodeCheck], list[str], float]:
     """Return what is heard of each host, srun's errors, and the seconds it took.
 
     With ``is_queued`` the step may wait for its nodes, so time begins with the first answer. Where srun does not reach
@@ -382,7 +407,7 @@ class _Answers:
     """What the tasks of one step print, and what srun prints about them."""
 
     def __init__(self, hosts: Sequence[str], step: CheckStep, is_queued: bool) -> None:
-        self.nodes = [Heard(host) for host in hosts]
+        self.nodes = [NodeCheck(host) for host in hosts]
         self._names = list(hosts)
         self.errors: list[str] = []
         self._step, self._asked = step, step.began

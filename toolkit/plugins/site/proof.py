@@ -12,15 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from toolkit.base import fsio, logs
+from toolkit.base import logs
 from toolkit.base.durations import in_units
 from toolkit.base.errors import SlurmError, ToolkitError
 from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
-from toolkit.plugins.site.proof_rank import FOLLOWED, MEASURED, Followed, Measured, submit_follower
-from toolkit.run.records import ownership
+from toolkit.plugins.site.proof_rank import FOLLOWED, MEASURED, Followed, Measured, submit_follow_up
+from toolkit.run.records.submitted_run import is_queued
 from toolkit.run.submission.handle import Run
-from toolkit.run.submission.submit import submit_foreign
+from toolkit.run.submission.submit import submit_script
 from toolkit.slurm.commands import Slurm
 
 NAME = "doctor"
@@ -39,7 +39,7 @@ def prove(config: JobConfig, nodes: int, requeue_delay_s: float) -> list[Proof]:
     began = time.monotonic()
     config.name, config.cluster.nodes, config.cluster.time_min = NAME, nodes, 10
     config.cluster.tasks_per_node, config.cluster.components = max(1, config.cluster.gpus_per_node), []
-    run = submit_foreign(config, [sys.executable, "-m", "toolkit.plugins.site.proof_rank"], "slurm")
+    run = submit_script(config, [sys.executable, "-m", "toolkit.plugins.site.proof_rank"], "slurm")
     log.info("run %s is job %s; it waits for %d nodes; Ctrl-C ends it", run.id, run.job_id, nodes)
     log.info(
         "its way back and the job that follows it may wait in the queue for %s each", in_units(limits().proof_queued_s)
@@ -53,7 +53,7 @@ def prove(config: JobConfig, nodes: int, requeue_delay_s: float) -> list[Proof]:
     proofs = trial.proofs
     if all(proof.is_proven is not False for proof in proofs):
         with suppress(OSError):
-            fsio.remove_tree(run.dir.path)
+            run.dir.remove()
     else:
         log.warning("the run is kept: %s; `toolkit why %s`", run.dir.path, run.id)
     log.info("the proofs took %.0f s", time.monotonic() - began)
@@ -67,6 +67,8 @@ class Proof:
     name: str
     is_proven: bool | None
     text: str
+    figure: float | None = None
+    unit: str = ""
 
 
 class _ProofRun:
@@ -144,7 +146,7 @@ class _ProofRun:
         attempts = self._dir.attempts()
         has_saved = bool(attempts) and (attempts[0].step_end or 0) > 0
         took_s = time.monotonic() - sent
-        text = f"USR2 came; saved and stopped in {took_s:.1f} s" if has_saved else self._why()
+        text = f"USR2 received; saved and stopped in {took_s:.1f} s" if has_saved else self._why()
         self._add("signals", has_saved, text)
         return has_saved
 
@@ -165,7 +167,7 @@ class _ProofRun:
         text = "submitted from a node" if self._follower else f"refused: {measured.refusal.splitlines()[0]}"
         self._add("sbatch on a node", self._follower is not None, text)
         if self._follower is None:
-            self._follower, _ = submit_follower(self._dir.path, self._run.job_id, len({*measured.hosts}))
+            self._follower, _ = submit_follow_up(self._dir.path, self._run.job_id, len({*measured.hosts}))
         path = self._dir.path / FOLLOWED
         # Without a job there is nothing to wait for.
         self._await(path.exists, limits().proof_returned_s if self._follower else 0.0, lambda: self._follower)
@@ -215,7 +217,7 @@ class _ProofRun:
                 # Time in the queue does not count. A job that is held there would wait for ever.
                 with suppress(SlurmError):
                     status = self._slurm.show_jobs([job_id])[job_id] if job_id else None
-                    if status and ownership.waits(status) and not (status.reason or "").startswith("JobHeld"):
+                    if status and is_queued(status) and not (status.reason or "").startswith("JobHeld"):
                         deadline = now + limit_s
             if deadline is not None and now >= deadline:
                 return

@@ -6,13 +6,14 @@ resumes ends the run. The follow-up job is this module with the run's folder as 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ MEASURED, FOLLOWED, SCRATCH = "measured.json", "followed.json", "proof"
 #: More steps than are made until the stop comes, and the pause in each.
 STEPS, STEP_S = 100_000, 0.05
 STEP_LIMIT_S = 60.0
+REDUCED_BYTES = 16 * 2**20
+#: Files that are written by one rank and awaited by another, and how long each is awaited.
+FILES, WAIT_S = 20, 30.0
+#: A file that one rank replaces while another reads it.
+REPLACEMENTS, REPLACED_BYTES = 200, 2**16
 
 
 @dataclass(frozen=True)
@@ -75,22 +81,131 @@ def main() -> None:
 
 def _measure(run: Any) -> None:
     """Measure with all ranks. Rank 0 submits the follow-up job, and writes the record."""
-    from toolkit.plugins.site import measure
+    import torch
+    import torch.distributed as dist
 
+    values = torch.ones(REDUCED_BYTES // 4, device=run.device)
+    dist.all_reduce(values)
+    is_summed = all(run.gather(bool((values == run.world_size).all())))
     scratch = run.dir / SCRATCH
     if run.rank == 0:
         fsio.make_dir(scratch)
-    is_summed = all(run.gather(measure.all_reduce(run.device)))
-    folder = run.gather(measure.shared_folder(scratch) if run.world_size > 1 else {})[-1]
+    seen = _SharedFolder(scratch, dist.barrier, run.rank == 0, run.rank == run.world_size - 1)
+    folder = run.gather(seen.figures() if run.world_size > 1 else {})[-1]
     hosts = run.gather(socket.gethostname())
     interfaces = run.gather(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if run.rank == 0:
-        job, refusal = submit_follower(run.dir, os.environ["SLURM_JOB_ID"], len({*hosts}))
-        record = Measured(measure.backend(), tuple(hosts), tuple(interfaces), job, refusal, is_summed, folder)
+        job, refusal = submit_follow_up(run.dir, os.environ["SLURM_JOB_ID"], len({*hosts}))
+        backend = str(dist.get_backend())
+        record = Measured(backend, tuple(hosts), tuple(interfaces), job, refusal, is_summed, folder)
         fsio.write_json(run.dir / MEASURED, record.to_json())
 
 
-def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, str]:
+@dataclass(frozen=True)
+class _SharedFolder:
+    """Measures how the last rank sees what rank 0 does in a folder. All ranks call each method in the same order."""
+
+    path: Path
+    barrier: Callable[[], object]
+    writes: bool  #: rank 0
+    reads: bool  #: the last rank, which is another one
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the last rank.
+
+        ``visible_s``: the longest wait for a renamed file, after the renaming rank has said that it is done. ``torn``:
+        reads of a file that was being replaced which found neither the old nor the new content. ``lock_held``: 1 if a
+        lock of the other rank kept this one out, and did not after its release. ``mtime_ahead_s``: the time of a file's
+        last change, against the clock of the rank that wrote it.
+        """
+        return {
+            "visible_s": max(self._visible_s(f"visible-{number}") for number in range(FILES)),
+            "torn": self._torn_reads(),
+            "lock_held": self._lock_held(),
+            "mtime_ahead_s": self._mtime_ahead_s(),
+        }
+
+    def _write(self, name: str, content: str | bytes = "") -> Path:
+        """Have rank 0 write a file, and all wait for that."""
+        if self.writes:
+            fsio.write_atomic(self.path / name, content, durable=False)
+        self.barrier()
+        return self.path / name
+
+    def _visible_s(self, name: str) -> float:
+        path, began = self._write(name), time.perf_counter()
+        if self.reads:
+            _wait(path.exists)
+        longest_s = time.perf_counter() - began
+        self.barrier()
+        return longest_s
+
+    def _torn_reads(self) -> float:
+        path, done, torn = self._write("replaced", bytes(REPLACED_BYTES)), self.path / "replaced-done", 0
+        if self.writes:
+            for number in range(REPLACEMENTS):
+                fsio.write_atomic(path, bytes([number % 256]) * REPLACED_BYTES, durable=False)
+            fsio.write_atomic(done, "", durable=False)
+        elif self.reads:
+            _wait(path.exists)
+            deadline = time.monotonic() + WAIT_S
+            while not done.exists() and time.monotonic() < deadline:
+                try:
+                    content = path.read_bytes()
+                except OSError:  # a replaced file must never be missing, nor stale
+                    torn += 1
+                    continue
+                torn += len(content) != REPLACED_BYTES or len(set(content)) != 1
+        self.barrier()
+        return float(torn)
+
+    def _lock_held(self) -> float:
+        path, held, freed = self._write("lock"), False, False
+        if self.reads:
+            _wait(path.exists)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if self.writes or self.reads else -1
+        # A barrier ends each stage: rank 0 locks, the last rank fails to lock, rank 0 unlocks, the last rank locks.
+        try:
+            if self.writes:
+                _lock(fd)
+            self.barrier()
+            held = self.reads and not _lock(fd)
+            self.barrier()
+            if self.writes:
+                fcntl.lockf(fd, fcntl.LOCK_UN)
+            self.barrier()
+            freed = self.reads and _lock(fd)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        self.barrier()
+        return float(held and freed)
+
+    def _mtime_ahead_s(self) -> float:
+        ahead_s, path = 0.0, self._write("mtime")
+        clock = self._write("mtime-clock", repr(time.time()))
+        if self.reads and _wait(clock.exists):
+            ahead_s = path.stat().st_mtime - float(clock.read_text())
+        self.barrier()
+        return ahead_s
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _wait(is_true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_true()
+
+
+def submit_follow_up(run_dir: Path, after: str, nodes: int) -> tuple[str | None, str]:
     """Submit a job that runs when ``after`` has ended. Return its id, or None and why Slurm refused."""
     from toolkit.files.rundir import RunDir
     from toolkit.run.requeue import follow_up
@@ -111,7 +226,7 @@ def submit_follower(run_dir: Path, after: str, nodes: int) -> tuple[str | None, 
         return None, str(error)
 
 
-def follow(run_dir: Path) -> None:
+def run_follow_up(run_dir: Path) -> None:
     """Be the follow-up job, which proves by running at all that such jobs come.
 
     Give back all nodes but this one, which leaves the job as the death of the other nodes would, and start an srun step
@@ -145,6 +260,6 @@ def _step_after_loss(hosts: list[str], run_dir: Path) -> tuple[float | None, str
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        follow(Path(sys.argv[1]))
+        run_follow_up(Path(sys.argv[1]))
     else:
         main()

@@ -37,11 +37,13 @@ def holding_back(cluster: ClusterConfig) -> str:
     if "reservation" in cluster.extra:
         return ""
     nodes = cluster.nodes + cluster.spare_nodes
-    return _holding_back(cluster.partition, nodes, cluster.time_min, cluster.signal_delay_s, int(time.time() // 60))
+    return _holding_back(
+        cluster.partition, nodes, cluster.time_min, cluster.save_before_limit_s, int(time.time() // 60)
+    )
 
 
 @lru_cache(maxsize=16)  # a sweep checks its points one by one
-def _holding_back(partition: str | None, nodes: int, time_min: int, signal_delay_s: int, minute: int) -> str:
+def _holding_back(partition: str | None, nodes: int, time_min: int, save_before_limit_s: int, minute: int) -> str:
     slurm, now = Slurm(), time.time()
     try:
         near = [each for each in _reservations(slurm) if now < each.end and each.start < now + time_min * 60]
@@ -56,7 +58,7 @@ def _holding_back(partition: str | None, nodes: int, time_min: int, signal_delay
     begins = f"begins in {in_units(first.start - now)}, {begin}," if first.start > now else f"has begun, {begin},"
     fits_min = int((first.start - now) // 60) - 1
     advice = ""
-    if fits_min * 60 > signal_delay_s:
+    if fits_min * 60 > save_before_limit_s:
         advice = f"; with cluster.time_min={fits_min} it can start before, and an unfinished run continues later"
     return (
         f"the reservation {first.name} {begins} on {len(reserved)} of the {len(there)} nodes here: a job of {time_min} "

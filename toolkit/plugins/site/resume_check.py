@@ -2,8 +2,8 @@
 
 The config is trained for some steps twice. The second run is interrupted and comes back as it always does: once within
 the first epoch, once within a later one and once at an epoch's end, where the steps have these, each time in a random
-step soon after a checkpoint. In both runs `toolkit.train.trace` records what every rank was given and computed in every
-step, and the records are compared.
+step soon after a checkpoint. In both runs `toolkit.train.step_digests` records what every rank was given and computed
+in every step, and the records are compared.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from toolkit.config.script_keys import acting_keys
 from toolkit.files import rundir
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
-from toolkit.plugins.site.resume_compare import CheckPlan, CheckReport, compare, places, read
+from toolkit.plugins.site.resume_compare import InterruptionPlan, ResumeCheckReport, compare, read, resume_points
 from toolkit.run.prepare.new_run import load
+from toolkit.run.submission.executors import choose_executor
 from toolkit.run.submission.handle import Run
-from toolkit.run.submission.resume import resume
+from toolkit.run.submission.resume_run import resume
 from toolkit.run.submission.submit import submit, submit_like
 
 #: With fewer steps no step is left after the interruption and one before it.
 FEWEST_STEPS = 3
 #: An interruption comes this many steps at most after the checkpoint from which the run then continues.
 FARTHEST = 3
-#: The signal of each kind of interruption.
-SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
+#: The kinds of interruption; see `toolkit.train.step_digests`.
+HOW = ("kill", "stop", "preempt")
 
 _NO_STEP = (
     "its training must be a job of the toolkit's, or a loop over run.steps() of toolkit.start(); a library's own loop "
@@ -45,7 +46,7 @@ _NO_STEP = (
 log = logs.get(__name__)
 
 
-def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str = "auto") -> CheckReport:
+def check(config: str, overrides: Sequence[str], plan: InterruptionPlan, executor: str = "auto") -> ResumeCheckReport:
     """Train twice and compare. Raises JobFailedError unless both runs complete. After Ctrl-C no run is left."""
     made: list[Run] = []
     try:
@@ -60,19 +61,23 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
         raise
 
 
-def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str, made: list[Run]) -> CheckReport:
+def _check(
+    config: str, overrides: Sequence[str], plan: InterruptionPlan, executor: str, made: list[Run]
+) -> ResumeCheckReport:
     """Do the work of :func:`check`, and note the runs that are ``made`` for it."""
-    if plan.how not in SIGNALS:
-        raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
+    if plan.how not in HOW:
+        raise RequestError(f"--how: unknown value {plan.how!r}; valid: {', '.join(HOW)}")
+    if plan.how == "preempt" and choose_executor(executor) != "slurm":
+        raise RequestError("resume-check: --how preempt has Slurm requeue the job, and this is to run without it")
     if plan.then_ranks is not None and plan.how != "kill":
         raise RequestError("resume-check: --then-ranks goes with --how kill: a stopped job may come back by itself")
     if plan.steps < FEWEST_STEPS:
-        raise RequestError(f"resume-check: {plan.steps} steps are too few; use {FEWEST_STEPS} or more")
+        raise RequestError(f"--steps: {plan.steps} is out of range; must be {FEWEST_STEPS} or more")
     if plan.step is not None and not 0 < plan.step < plan.steps - 1:
-        raise RequestError(f"resume-check: step {plan.step} is not within 1..{plan.steps - 2}")
+        raise RequestError(f"--at: {plan.step} is out of range; must be between 1 and {plan.steps - 2}")
     loaded = load(config, overrides, Path.cwd())
     # A main(config) that takes no number of steps makes none of the toolkit's.
-    if not configs.has_own_steps(loaded.job) or not acting_keys(loaded.job, ()).include("train.max_steps"):
+    if not configs.uses_toolkit_steps(loaded.job) or not acting_keys(loaded.job, ()).has_effect("train.max_steps"):
         raise RequestError(f"resume-check: {config}: {_NO_STEP}")
     if plan.then_ranks is not None and plan.then_ranks % loaded.cluster.nodes:
         raise RequestError(
@@ -85,9 +90,9 @@ def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str
     every = loaded.checkpoint.every_steps if is_given else None
     if not is_given:
         common.append("checkpoint.every_steps=null")
-    with _brief({}):
+    with environment_set(**{rundir.TRACE_VARIABLE: "{}"}):
         run = submit(config, [*common, f"name={loaded.name}-undisturbed"], executor=executor)
-    made.append(run)
+    _note(run, made)
     undisturbed = _completed(run)
     # A loop of one's own, or few epochs, may end before ``plan.steps``.
     record = read(undisturbed)
@@ -96,12 +101,14 @@ def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str
         seed = random.randrange(10**6) if plan.seed is None else plan.seed
         log.info("seed %d", seed)
         fewest = min(ranks, plan.then_ranks or ranks)
-        strikes = choose_strikes(plan, fewest, places(record), len(record.steps), every, random.Random(seed))
+        strikes = choose_interruptions(
+            plan, fewest, resume_points(record), len(record.steps), every, random.Random(seed)
+        )
     except RequestError:
         remove(undisturbed.path)
         raise
     struck = tuple(f"rank {strike['rank']}, {plan.how}, in step {strike['step']}" for strike in strikes)
-    plan = replace(plan, struck=struck, moving_shares=loaded.data.share == "auto")
+    plan = replace(plan, struck=struck, moving_shares=loaded.data.balance == "auto")
     brief: dict[str, Any] = {"strikes": {str(attempt): strike for attempt, strike in enumerate(strikes, 1)}}
     if not isinstance(every, int):
         brief["saves"] = [strike["saved"] for strike in strikes]
@@ -122,8 +129,13 @@ def _check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str
         raise
 
 
-def choose_strikes(
-    plan: CheckPlan, ranks: int, places: Mapping[int, str], steps: int, every: int | str | None, dice: random.Random
+def choose_interruptions(
+    plan: InterruptionPlan,
+    ranks: int,
+    places: Mapping[int, str],
+    steps: int,
+    every: int | str | None,
+    dice: random.Random,
 ) -> list[dict[str, Any]]:
     """Choose the interruptions of the attempts: one for each place at which a resume can begin, or the plan's own.
 
@@ -160,22 +172,15 @@ def choose_strikes(
     strikes = []
     for begun, following in zip(sorted({*chosen}), [*sorted({*chosen})[1:], steps - 1], strict=True):
         step = dice.randint(begun, max(begun, min(begun + FARTHEST, following) - 1)) if plan.step is None else plan.step
-        strikes.append(
-            {
-                "rank": dice.randrange(ranks),
-                "step": step,
-                "saved": begun,
-                "late": dice.random(),
-                "signal": SIGNALS[plan.how],
-            }
-        )
+        where = {"rank": dice.randrange(ranks), "step": step, "saved": begun, "late": dice.random()}
+        strikes.append({**where, "how": plan.how})
     return strikes
 
 
 def _disturb(
     config: str,
     overrides: list[str],
-    plan: CheckPlan,
+    plan: InterruptionPlan,
     brief: Mapping[str, Any],
     executor: str,
     like: RunDir,
@@ -183,9 +188,9 @@ def _disturb(
 ) -> Run:
     """Run the config with the interruptions. Only a killed run with the same ranks comes back by itself."""
     interrupted = RunState.STOPPED if plan.then_ranks is None else RunState.FAILED
-    with _brief(brief):
+    with environment_set(**{rundir.TRACE_VARIABLE: json.dumps(brief)}):
         run = submit_like(like, config, overrides, executor)
-        made.append(run)
+        _note(run, made)
         for attempt in range(1, len(plan.struck) + 1):
             ended = run.wait()
             if ended["state"] != interrupted or len(run.dir.attempts()) != attempt:
@@ -199,25 +204,32 @@ def _disturb(
     return run
 
 
+def _note(run: Run, made: list[Run]) -> None:
+    """Note a run of the check. By the folder it is known as one before its ranks have started."""
+    made.append(run)
+    fsio.make_dir(run.dir.trace, parents=0)
+
+
 def remove(run: Path) -> None:
     """Remove a run that is no longer needed, and the folder of its name."""
     with suppress(OSError):
-        fsio.remove_tree(run)
+        RunDir(run).remove()
         run.parent.rmdir()
 
 
 @contextmanager
-def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
-    """Set the brief for runs that start inside the context: they inherit our environment."""
-    before = os.environ.get(rundir.TRACE_VARIABLE)
-    os.environ[rundir.TRACE_VARIABLE] = json.dumps(brief)
+def environment_set(**values: str) -> Iterator[None]:
+    """Set variables for runs that start inside the context: they inherit our environment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[rundir.TRACE_VARIABLE]
-        else:
-            os.environ[rundir.TRACE_VARIABLE] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _completed(run: Run) -> RunDir:

@@ -25,7 +25,7 @@ Steps: TypeAlias = Mapping[int, Mapping[int, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class WitnessRecord:
+class TraceRecord:
     """The traces of one run, by step and rank."""
 
     steps: Steps  #: the lines of the latest attempt that made the step
@@ -34,7 +34,7 @@ class WitnessRecord:
     conditions: Sequence[Mapping[str, Any]]
 
 
-def read(run: RunDir) -> WitnessRecord:
+def read(run: RunDir) -> TraceRecord:
     """Return the record of a run."""
     attempts: dict[int, dict[int, dict[int, Mapping[str, Any]]]] = {}
     conditions: list[Mapping[str, Any]] = []
@@ -51,10 +51,10 @@ def read(run: RunDir) -> WitnessRecord:
                 attempts.setdefault(line["attempt"], {}).setdefault(line["step"], {})[rank] = line
     # A step may be made again, perhaps by another number of ranks.
     latest = {step: lines for attempt in sorted(attempts) for step, lines in attempts[attempt].items()}
-    return WitnessRecord(latest, attempts, dict(sorted(begun.items())), conditions)
+    return TraceRecord(latest, attempts, dict(sorted(begun.items())), conditions)
 
 
-def places(record: WitnessRecord) -> dict[int, str]:
+def resume_points(record: TraceRecord) -> dict[int, str]:
     """Return the place of a resume from each step."""
     epochs = [lines[min(lines)]["epoch"] for _, lines in sorted(record.steps.items())]
     found: dict[int, str] = {}
@@ -66,7 +66,7 @@ def places(record: WitnessRecord) -> dict[int, str]:
     return found
 
 
-def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan) -> CheckReport:
+def compare(undisturbed: RunDir, disturbed: RunDir, plan: InterruptionPlan) -> ResumeCheckReport:
     """Compare the records step by step; if every bit is equal, then also the last checkpoints and the curves."""
     attempts = disturbed.attempts()
     if len(attempts) < 2:
@@ -77,7 +77,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan) -> CheckRep
     ours, theirs = read(undisturbed), read(disturbed)
     ranks = tuple(dict.fromkeys(attempt.world_size or 0 for attempt in (attempts[0], attempts[-1])))
     resumed = {attempt: step for attempt, step in theirs.begun.items() if attempt > 1 and step > 0}
-    of_steps = places(ours)
+    of_steps = resume_points(ours)
     first, broken, different, worst = None, None, dict[str, str](), None
     # Every bit must be equal only if the same ranks had the same samples.
     exact = len(ranks) == 1 and not plan.moving_shares
@@ -103,7 +103,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan) -> CheckRep
             break
     if first is None and exact:
         different = _last_checkpoints(undisturbed, disturbed) | _curves(undisturbed, disturbed)
-    return CheckReport(
+    return ResumeCheckReport(
         steps=len(ours.steps),
         ranks=ranks,
         struck=plan.struck[: len(attempts) - 1],
@@ -146,7 +146,7 @@ def _nothing(steps: Steps, resumed: Sequence[int], struck: int, planned: int) ->
         return "no resumed run read a checkpoint, so that two runs from the beginning were compared"
     if struck < planned:
         return (
-            f"only {struck} of {planned} kills came, for after the last of them no checkpoint was committed: see the "
+            f"only {struck} of {planned} kills happened, as no checkpoint was committed after the last one: see the "
             "log for why; one reason is an optimizer that was handed over and makes no step any more"
         )
     if _is_constant(steps, "weights", "buffers", "optimizer", "state"):
@@ -181,7 +181,7 @@ def _is_constant(steps: Steps, *kinds: str) -> bool:
 
 
 def _at(
-    mine: Mapping[int, Any], other: Mapping[int, Any], plan: CheckPlan, clocks: Collection[str], *, exact: bool
+    mine: Mapping[int, Any], other: Mapping[int, Any], plan: InterruptionPlan, clocks: Collection[str], *, exact: bool
 ) -> dict[str, str]:
     """Return what differs in one step, by kind. ``clocks`` are logged tags that do not count."""
     if not mine or not other:
@@ -331,7 +331,7 @@ WIDTH = 78
 
 
 @dataclass(frozen=True)
-class CheckPlan:
+class InterruptionPlan:
     """The interruptions of a run of ``steps`` steps. ``how`` is ``kill`` or ``stop``, ``step`` None is at random."""
 
     steps: int = 60
@@ -340,7 +340,7 @@ class CheckPlan:
     seed: int | None = None
     then_ranks: int | None = None  #: resume with another number of ranks
     tolerance: float = 1e-3  #: for the loss, relative, if not every bit must be equal
-    moving_shares: bool = False  #: data.share: auto follows the clock, so bits may differ on equally many ranks, too
+    moving_shares: bool = False  #: data.balance: auto follows the clock, so bits may differ on equally many ranks, too
     struck: tuple[str, ...] = ()  #: the interruptions, in words
 
 
@@ -353,7 +353,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class CheckReport:
+class ResumeCheckReport:
     """What was done and found: the first step that differs, and what differs in it."""
 
     steps: int
@@ -378,12 +378,12 @@ class CheckReport:
         return IDENTICAL if self.nothing is None else PROVES_NOTHING
 
 
-def as_dict(report: CheckReport) -> dict[str, Any]:
+def as_dict(report: ResumeCheckReport) -> dict[str, Any]:
     """Return the report for ``--json``."""
     return {"verdict": report.verdict, **asdict(report), "runs": [str(path) for path in report.runs]}
 
 
-def page(report: CheckReport, kept: Sequence[Path]) -> str:
+def format_text(report: ResumeCheckReport, kept: Sequence[Path]) -> str:
     """Return the report for a terminal. ``kept`` are the runs that are still there."""
     resumes = [f"step {resume.step} ({resume.place})" for resume in report.resumed]
     lines = [f"disturbed run: {'; '.join(report.struck)}"]
@@ -416,7 +416,7 @@ def page(report: CheckReport, kept: Sequence[Path]) -> str:
         )
         if report.moving_shares:
             why = (
-                "more is not promised, for the shares follow the ranks' speed (data.share: auto), which is another one "
+                "more is not promised, for the shares follow the ranks' speed (data.balance: auto), which differs "
                 "each time; batch statistics and dropout follow the shares (--tolerance)"
             )
         lines.append(f"loss: equal to {report.worst_loss:.1e} of its value; {why}")
@@ -427,7 +427,7 @@ def page(report: CheckReport, kept: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _untried(report: CheckReport) -> list[str]:
+def _untried(report: ResumeCheckReport) -> list[str]:
     """Return lines about the places at which no resume began."""
     done = {resume.place for resume in report.resumed}
     absent = [place for place in (FIRST_EPOCH, LATER_EPOCH, EPOCH_END) if place not in report.places]
@@ -438,7 +438,7 @@ def _untried(report: CheckReport) -> list[str]:
     return lines
 
 
-def _explained(report: CheckReport) -> list[str]:
+def _explained(report: ResumeCheckReport) -> list[str]:
     """Return lines about what the first difference means."""
     if report.first is None:
         return []

@@ -1,4 +1,4 @@
-"""What `toolkit init` writes: the defaults of a site as a commented site.yaml, and a JSON schema of the config.
+"""What `toolkit site init` writes: the defaults of a site as a commented site.yaml, and a JSON schema of the config.
 
 The schema is for editors, of draft 7, which they know best. What it refuses `toolkit submit` refuses, too, and more:
 whether keys fit each other, the job and the site.
@@ -19,28 +19,23 @@ from typing import Any, get_args
 from toolkit import __version__
 from toolkit.base import fsio
 from toolkit.base.durations import in_units
-from toolkit.base.errors import RequestError, listing, nearest
+from toolkit.base.errors import RequestError, did_you_mean, listing
 from toolkit.cli.keys import about_of, comments_of
 from toolkit.config import ClusterConfig, JobConfig
+from toolkit.config.layers import site_path
 from toolkit.config.yaml_core import dump
-from toolkit.limits import Limit, OneOf, Range, container_of, hints_of, item_hints, kinds_of, limits_of, words_of
+from toolkit.constraints import Limit, OneOf, Range, container_of, hints_of, item_hints, kinds_of, limits_of, words_of
 from toolkit.plugins.site.site_profile import AssociationRecord, PartitionRecord, SiteProfile
 
 #: Left for the checkpoint and the requeue, in addition to the time that a preemption gives.
-SIGNAL_DELAY_S = ClusterConfig().signal_delay_s
-
-
-def site_path() -> Path:
-    """Return the file of the site's defaults."""
-    named = os.environ.get("TOOLKIT_SITE")
-    return Path(named).absolute() if named else fsio.expand("~/.config/toolkit/site.yaml")
+SIGNAL_DELAY_S = ClusterConfig().save_before_limit_s
 
 
 def write(text: str, *, force: bool) -> Path:
     """Write the site's file and return its path. Raises RequestError if there is one, without ``force``."""
-    path = site_path()
+    path = site_path().absolute()
     if os.path.lexists(path) and not force:
-        raise RequestError(f"{path} is there already, and is kept; --force replaces it, --print only shows the new one")
+        raise RequestError(f"{path} already exists and is kept; --force replaces it, --print only shows the new one")
     fsio.make_dir(path.parent, parents=2)
     fsio.write_atomic(path, text)
     return path
@@ -51,8 +46,8 @@ def text_of(profile: SiteProfile, partition: str | None) -> str:
     known = [part.name for part in profile.partitions]
     part = profile.partition(partition)
     if part is None and partition is not None:
-        hint = nearest(partition, known)
-        raise RequestError(f"--partition: there is no {partition!r}; {hint}there are: {listing(known)}")
+        hint = did_you_mean(partition, known)
+        raise RequestError(f"--partition: unknown partition {partition!r}; {hint}valid: {listing(known)}")
     if not known:
         raise RequestError(f"no partition could be read of the cluster {profile.cluster}: see `toolkit doctor --site`")
     if part is None:
@@ -60,7 +55,7 @@ def text_of(profile: SiteProfile, partition: str | None) -> str:
     account = _association(profile, part)
     head = (
         f"# Defaults of the cluster {profile.cluster}, for every job of yours: a job's own config and arguments win.\n"
-        f"# Made by `toolkit init` from what Slurm {profile.slurm} said on {date.today()}. Edit it as you like."
+        f"# Made by `toolkit site init` from what Slurm {profile.slurm} said on {date.today()}. Edit it as you like."
     )
     return "\n".join([head, "cluster:", *_cluster(profile, part, account), "", *_example(part), ""])
 
@@ -97,9 +92,9 @@ def _cluster(profile: SiteProfile, part: PartitionRecord, account: AssociationRe
         yield f"  # time_min: no limit on {part.name}; a job without the key asks for {ClusterConfig().time_min} min"
     else:
         usual_min = math.floor(min(part.default_time_s or limit_s, limit_s) / 60)
-        yield from _line("time_min", max(1, usual_min), f"the limit is {in_units(limit_s)}; runs go on after it")
+        yield from _line("time_min", max(1, usual_min), f"the limit is {in_units(limit_s)}; runs continue after it")
     after = f"a requeued job may start {profile.requeue_delay_s:.0f} s later"
-    yield from _line("signal_delay_s", SIGNAL_DELAY_S, f"a checkpoint is saved so long before the limit; {after}")
+    yield from _line("save_before_limit_s", SIGNAL_DELAY_S, f"a checkpoint is saved so long before the limit; {after}")
 
 
 def _example(part: PartitionRecord) -> Iterator[str]:
@@ -136,7 +131,7 @@ _TIME = r"^(?=.)([0-9]+ *d)? *([0-9]+ *h)? *([0-9]+ *m(in)?)?$|^[0-9]+(:[0-9]+:[
 _REFERENCE = {"$ref": "#/definitions/reference"}
 
 
-def text() -> str:
+def schema_json() -> str:
     """Return the schema as JSON."""
     root = _section(JobConfig, "", asdict(JobConfig()))
     root["properties"] |= {

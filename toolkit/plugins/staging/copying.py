@@ -29,8 +29,8 @@ from toolkit.base import fsio, logs, this_node, trust
 from toolkit.base.errors import RequestError
 from toolkit.base.process_limits import limits
 from toolkit.files.records import FileRecord, JsonRecord
-from toolkit.plugins.staging import package as packages
-from toolkit.plugins.staging.package import BLOCK_BYTES, Package, StagingError, SummedFile
+from toolkit.plugins.staging import archive as packages
+from toolkit.plugins.staging.archive import BLOCK_BYTES, Archive, StagingError, SummedFile
 
 #: Begins the name of a user's folder of copies on a disk of a node.
 OWN_FOLDER = "toolkit-stage-"
@@ -43,7 +43,7 @@ FILE_BYTES = 4096
 PROGRAM_TIMEOUT_S = 60
 
 
-class DamagedPackageError(StagingError):
+class DamagedArchiveError(StagingError):
     """A package that does not hold what was packed."""
 
 
@@ -51,7 +51,7 @@ class DamagedPackageError(StagingError):
 class CopyRequest(JsonRecord):
     """What to copy. ``stage_dir``: the only folder for it; None: the best of this node's."""
 
-    packages: tuple[Package, ...]
+    packages: tuple[Archive, ...]
     stage_dir: str | None = None
     nice: int = 0
 
@@ -74,7 +74,7 @@ class Copy:
     is_new: bool
 
 
-def copy(package: Package, folders: list[Path]) -> Copy:
+def copy(package: Archive, folders: list[Path]) -> Copy:
     """Find a copy of ``package``, or make one, in the first of ``folders`` with room.
 
     Raises StagingError, which names each folder and the reason against it; DamagedPackageError; OSError.
@@ -83,7 +83,7 @@ def copy(package: Package, folders: list[Path]) -> Copy:
     for disk in folders:
         try:
             return _copy_in(_own_folder(disk) / package.key, package)
-        except DamagedPackageError:
+        except DamagedArchiveError:
             raise
         except RequestError as error:
             reasons.append(str(error))
@@ -103,13 +103,13 @@ def _own_folder(disk: Path) -> Path:
     # Programs run from there: another user's folder, or a link, is not to be trusted.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StagingError(f"{own} is not a folder that only this user can write to; remove it")
-    trust.refuse_of_others(own, "copies")  # through a folder above they could replace it as well
+    trust.refuse_untrusted(own, "copies")  # through a folder above they could replace it as well
     if os.statvfs(own).f_flag & os.ST_NOEXEC:
         raise StagingError(f"{disk} is mounted noexec: no library can be loaded from there")
     return own
 
 
-def _copy_in(folder: Path, package: Package) -> Copy:
+def _copy_in(folder: Path, package: Archive) -> Copy:
     """Find the copy in ``folder``, or make it. Wait for a job that makes it at this moment."""
     deadline, is_new = time.monotonic() + limits().other_copiers_s, False
     while True:
@@ -124,7 +124,7 @@ def _copy_in(folder: Path, package: Package) -> Copy:
         except BlockingIOError:
             # Another job looks for the copy as well, or is making it. Or it uses one that was damaged.
             if time.monotonic() >= deadline:
-                raise StagingError(f"{folder} is not whole, and another job uses it") from None
+                raise StagingError(f"{folder} is incomplete, and another job uses it") from None
             time.sleep(0.02)
             continue
         try:
@@ -175,7 +175,7 @@ def _mark(copied: Path) -> CopyMark:
     return CopyMark(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), files, size_bytes)
 
 
-def _make_room(folder: Path, package: Package) -> None:
+def _make_room(folder: Path, package: Archive) -> None:
     """Remove long unused copies, and others until there is room. Raises StagingError if there is still too little."""
     own, needed = folder.parent, package.bytes + package.files * FILE_BYTES
     del_before = time.time() - UNUSED_S
@@ -210,7 +210,7 @@ def _remove(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- unpacking
 
 
-def _make(folder: Path, package: Package) -> None:
+def _make(folder: Path, package: Archive) -> None:
     """Unpack ``package`` in ``folder``, which is locked and has no copy that is whole."""
     copied = folder / COPY
     try:
@@ -224,12 +224,12 @@ def _make(folder: Path, package: Package) -> None:
             try:
                 _extract(summed, copied, package)
             except (tarfile.TarError, ValueError) as error:
-                raise DamagedPackageError(f"{package.file} is damaged: {error}") from error
+                raise DamagedArchiveError(f"{package.file} is damaged: {error}") from error
             # What follows the archive's end belongs to the sum.
             while summed.read(BLOCK_BYTES):
                 pass
         if (summed.size_bytes, summed.crc) != (package.size_bytes, package.crc):
-            raise DamagedPackageError(f"{package.file} is damaged, or was changed: it does not have its digest")
+            raise DamagedArchiveError(f"{package.file} is damaged, or was changed: it does not have its digest")
         if package.program is not None:
             _point_scripts(copied, package.source, package.program)
             _try_program(copied, package.program)
@@ -239,7 +239,7 @@ def _make(folder: Path, package: Package) -> None:
         raise
 
 
-def _extract(summed: SummedFile, folder: Path, package: Package) -> None:
+def _extract(summed: SummedFile, folder: Path, package: Archive) -> None:
     if not package.is_archive:
         target = folder / PurePath(package.source).name
         _write(target, summed, fsio.FILE_MODE, package.mtime_ns)  # type: ignore[arg-type]
@@ -311,7 +311,7 @@ def main(arguments: list[str]) -> None:
         return
     request = CopyRequest.from_json(json.load(sys.stdin))
     os.nice(request.nice)
-    folders = this_node.own_folders(request.stage_dir, os.environ)
+    folders = this_node.staging_folders(request.stage_dir, os.environ)
     copies: dict[str, str] = {}
     problems: list[str] = []
     damaged: list[str] = []
@@ -322,7 +322,7 @@ def main(arguments: list[str]) -> None:
             made = copy(package, folders)
         except (RequestError, OSError) as error:
             problems.append(f"{package.source}: {error}")
-            damaged += [package.key] if isinstance(error, DamagedPackageError) else []
+            damaged += [package.key] if isinstance(error, DamagedArchiveError) else []
             continue
         copies[package.source] = str(made.path)
         locks.append(made.lock)

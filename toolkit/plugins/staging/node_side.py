@@ -33,7 +33,7 @@ class CopyKeeper:
     def stage(self, order: StageOrder) -> None:
         """Copy packages to the node's own disk, then report it. What is started waits ``wait_s`` for that."""
         if order.wait_s:
-            self._processes.hold(order.wait_s)
+            self._processes.defer_starts(order.wait_s)
         self._copy(json.dumps(order.request).encode(), TRIES)
 
     def _copy(self, request: bytes, tries: int) -> None:
@@ -66,7 +66,7 @@ class CopyKeeper:
         if not processes.copies or time.monotonic() - self._seen_whole < limits().copy_is_whole_s:
             return
         paths, processes.copies = processes.copies, {}
-        processes.hold(CHECK_S)
+        processes.defer_starts(CHECK_S)
 
         def take(text: bytes) -> None:
             whole = parsed(text, dict[str, str]) or {}

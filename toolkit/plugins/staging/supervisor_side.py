@@ -27,17 +27,17 @@ from toolkit.base import fsio, logs, this_node
 from toolkit.base.errors import RequestError
 from toolkit.base.process_limits import limits
 from toolkit.config import JobConfig
+from toolkit.files import records
 from toolkit.files.records import FileRecord
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.messages import Message, NodeStaged, StageOrder, ZygoteReady
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_launcher import AgentLauncher
-from toolkit.nodes.start.agents import AgentUser
+from toolkit.nodes.start.agents import AgentUser, Events
 from toolkit.nodes.start.children import start_child
-from toolkit.nodes.start.launcher import Events, Launcher
-from toolkit.plugins.staging import package
+from toolkit.nodes.start.launcher import AgentLauncher, Launcher
+from toolkit.plugins.staging import archive
+from toolkit.plugins.staging.archive import Archive, ArchiveSource, PackAnswer, PackRequest
 from toolkit.plugins.staging.copying import CopyRequest
-from toolkit.plugins.staging.package import Package, PackageSource, PackRequest
 
 #: What a start must gain at the least for ``auto`` to copy an environment.
 LEAST_GAIN_S = 2.0
@@ -55,7 +55,6 @@ class ImportFigures(FileRecord):
     import_s: float | None = None  #: from the shared disk
     waited_s: float | None = None  #: of this the wait for files
     copied_s: float | None = None  #: a new copy
-    import_of_copy_s: float | None = None
 
     @property
     def pays(self) -> bool:
@@ -64,13 +63,13 @@ class ImportFigures(FileRecord):
         return waited_s >= LEAST_GAIN_S and (self.copied_s is None or self.copied_s < waited_s)
 
 
-def environment_source() -> PackageSource | None:
+def environment_source() -> ArchiveSource | None:
     """Return this environment; None if it cannot be moved to another folder."""
     prefix, program = Path(sys.prefix), Path(sys.executable)
     is_movable = (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
     if not is_movable or not program.is_relative_to(prefix):
         return None
-    return PackageSource(str(prefix), str(program.relative_to(prefix)))
+    return ArchiveSource(str(prefix), str(program.relative_to(prefix)))
 
 
 class NodeStaging(AgentUser):
@@ -81,17 +80,17 @@ class NodeStaging(AgentUser):
     ) -> None:
         self._run, self._config, self._tell = run, config, tell
         self._launcher = launcher if isinstance(launcher, AgentLauncher) else None
-        self._hosts = {*allocation.without(config.cluster.spare_nodes).hosts}
+        self._hosts = {*allocation.without_spares(config.cluster.spare_nodes).hosts}
         self._has_gpus = allocation.gpus_per_node > 0
         self._cache = run.path.parent.parent / ".stage"
         self._environment = environment_source()
-        self._data = [PackageSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
-        self._first: list[PackageSource] = []  #: what ranks wait for
+        self._data = [ArchiveSource(str(fsio.expand(path).absolute())) for path in config.data.stage]
+        self._first: list[ArchiveSource] = []  #: what ranks wait for
         self._limit_s = limits().copies_s  #: the longest time that ranks wait for it
         self._deadline = math.inf  #: the end of that time, monotonic
         self._measures = False
         self._figures = ImportFigures()
-        self._packages: dict[str, Package] = {}
+        self._packages: dict[str, Archive] = {}
         self._is_packed = threading.Event()
         self._imported: dict[str, ZygoteReady] = {}  #: by host
         self._copied: dict[str, NodeStaged] = {}
@@ -124,7 +123,7 @@ class NodeStaging(AgentUser):
         if stage == "never":
             return
         try:
-            package.refuse_cache_of_others(self._cache)
+            archive.refuse_cache_of_others(self._cache)
         except (RequestError, OSError) as error:
             self._note(f"the environment is not copied to the nodes: {error}", is_problem=True)
             return
@@ -164,8 +163,8 @@ class NodeStaging(AgentUser):
             self._summarize(hosts)
         elif self._launcher is not None:
             limit = f", within {self._limit_s:.0f} s" if time.monotonic() >= self._deadline else ""
-            self._note(f"the copies are not there in time{limit}: this start does without", is_problem=True)
-            self._launcher.release_zygotes()
+            self._note(f"the copies are not ready in time{limit}: this start runs without them", is_problem=True)
+            self._launcher.warm_zygotes()
 
     def _is_done(self, hosts: Collection[str]) -> bool:
         silent = frozenset[str]() if self._launcher is None else self._launcher.agents.silent_hosts
@@ -174,22 +173,22 @@ class NodeStaging(AgentUser):
 
     # ------------------------------------------------------------------------------------------------------ packing
 
-    def _in_thread(self, sources: Sequence[PackageSource], *, is_awaited: bool, most_bytes: int | None = None) -> None:
+    def _in_thread(self, sources: Sequence[ArchiveSource], *, is_awaited: bool, most_bytes: int | None = None) -> None:
         def carry_out() -> None:
             nice = 0 if is_awaited else BACKGROUND_NICE
             request = PackRequest(str(self._cache), tuple(sources), self._has_gpus, most_bytes, nice)
-            packages: list[Package] = []
+            packages: list[Archive] = []
             try:
                 packages = self._pack(request)
             finally:  # the start waits for this
                 self._packages |= {each.key: each for each in packages}
                 left_s = max(0.0, self._deadline - time.monotonic()) if is_awaited else 0.0
-                self.order(CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice), wait_s=left_s)
+                self.request_copies(CopyRequest(tuple(packages), self._config.cluster.stage_dir, nice), wait_s=left_s)
                 self._is_packed.set()
 
         threading.Thread(target=carry_out, daemon=True).start()
 
-    def order(self, request: CopyRequest, *, wait_s: float) -> None:
+    def request_copies(self, request: CopyRequest, *, wait_s: float) -> None:
         """Have all agents copy, if there is anything. What they start waits for it at most ``wait_s``."""
         assert self._launcher is not None
         with self._launcher.agents.lock:
@@ -197,26 +196,37 @@ class NodeStaging(AgentUser):
                 order = StageOrder(request.to_json(), wait_s)
                 self._orders.append(order)
                 self._launcher.agents.send_all(order)
-            self._launcher.release_zygotes()
+            self._launcher.warm_zygotes()
 
-    def _pack(self, request: PackRequest) -> list[Package]:
+    def _pack(self, request: PackRequest) -> list[Archive]:
         """Have the packages made by a separate process: they may take minutes."""
-        command = [sys.executable, "-P", "-m", "toolkit.plugins.staging.package"]
-        packages: list[Package] = []
+        command = [sys.executable, "-P", "-m", "toolkit.plugins.staging.archive"]
+        packages: list[Archive] = []
         try:
             packer = start_child(
-                command, os.environ, end_by=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command,
+                os.environ,
+                end_by=signal.SIGKILL,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",
             )
             output, _ = packer.communicate(json.dumps(request.to_json()))
         except OSError as error:
             self._note(f"nothing is copied to the nodes: {error}", is_problem=True)
             return []
-        # The packer prints one line for each source: its package, or why it cannot be copied.
-        for answer in map(json.loads, output.splitlines()):
-            if "problem" in answer:
-                self._note(f"{answer['source']} is not copied to the nodes: {answer['problem']}", is_problem=True)
-            else:
-                packages.append(Package.from_json(answer["package"]))
+        # One line for each source.
+        for line in output.splitlines():
+            try:
+                answer = records.decode(PackAnswer, json.loads(line))
+            except (ValueError, RecursionError):  # of a library, or cut off where the packer was killed
+                log.warning("the packer has printed: %.200s", line)
+                continue
+            if answer.package is not None:
+                packages.append(answer.package)
+            elif answer.problem is not None:
+                self._note(f"{answer.source} is not copied to the nodes: {answer.problem}", is_problem=True)
         if packer.returncode != 0:
             self._note(f"packing for the nodes has failed with exit code {packer.returncode}", is_problem=True)
         return packages
@@ -235,7 +245,11 @@ class NodeStaging(AgentUser):
             if not self._hosts <= self._imported.keys() | self._lost:
                 return
             if all(imported.is_of_a_copy for imported in self._imported.values()):
-                threading.Thread(target=self._note_gain, daemon=True).start()
+                took_s = max(imported.import_s for imported in self._imported.values())
+                before = (
+                    "" if self._figures.import_s is None else f", {self._figures.import_s:.1f} s from the shared disk"
+                )
+                self._note(f"imports took {took_s:.1f} s from the nodes' copies{before}")
             elif self._measures:
                 self._measures = False
                 threading.Thread(target=self._judge_imports, daemon=True).start()
@@ -245,7 +259,7 @@ class NodeStaging(AgentUser):
             for problem in message.problems:
                 log.warning("node %s: %s: it uses the original", host, problem)
             for key in message.damaged:
-                package.discard(self._packages[key])
+                archive.discard(self._packages[key])
             if is_first and not self._first and self._hosts <= self._copied.keys() | self._lost:
                 threading.Thread(target=self._summarize, args=[self._hosts], daemon=True).start()
 
@@ -265,7 +279,7 @@ class NodeStaging(AgentUser):
         self._figures = self._figures.replace(**figures)
         try:
             fsio.make_dir(self._cache, parents=0)
-            package.refuse_cache_of_others(self._cache)
+            archive.refuse_cache_of_others(self._cache)
             fsio.write_json(self._figures_file, self._figures.to_json())
         except (RequestError, OSError) as error:
             log.warning("%s: cannot be written: %s", self._figures_file, error)
@@ -282,12 +296,6 @@ class NodeStaging(AgentUser):
         self._note(f"copying the environment to the nodes for later starts: {text}")
         most = None if self._figures.copied_s else int((self._figures.waited_s or 0.0) * limits().copied_bytes_per_s)
         self._in_thread([self._environment], is_awaited=False, most_bytes=most)
-
-    def _note_gain(self) -> None:
-        took_s = max(message.import_s for message in self._imported.values())
-        self._keep_figures(import_of_copy_s=took_s)
-        before = "" if self._figures.import_s is None else f", {self._figures.import_s:.1f} s from the shared disk"
-        self._note(f"imports took {took_s:.1f} s from the nodes' copies{before}")
 
     def _summarize(self, hosts: Collection[str]) -> None:
         """Report what was copied, and how long that took."""

@@ -16,7 +16,7 @@ from toolkit.base import trust
 from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord, RunResult, RunState
+from toolkit.files.run_files import DependencyRecord, RunResult, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.sweep_folder import SweepDir
 from toolkit.run.records import ownership, submitted_run
@@ -41,7 +41,7 @@ class UnfinishedRun:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Prerequisites:
     """The states of the runs that have not completed."""
 
     ended: Sequence[str]  #: a line for each run with a result that has not completed and no longer has a job
@@ -55,7 +55,7 @@ class Outlook:
         return not (self.ended or self.lost or self.working)
 
 
-def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+def prerequisites(record: DependencyRecord, show_jobs: ShowJobs) -> Prerequisites:
     """Return the states of all awaited runs. Asks Slurm once. Raises SlurmError, or DamagedFileError."""
     awaited = list(_unfinished(record))
     jobs = [each.jobs for each in awaited if each.jobs is not None]
@@ -63,7 +63,7 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
     jobs = [of_run for of_run in jobs if not of_run.is_elsewhere(here)]
     asked = sorted({id_ for of_run in jobs for id_ in of_run.ids})
     answers = show_jobs(asked) if asked else {}
-    unfinished = {id_ for of_run in jobs for id_ in submitted_run.of_jobs(of_run, answers, here).unfinished}
+    unfinished = {id_ for of_run in jobs for id_ in submitted_run.liveness_by_jobs(of_run, answers, here).unfinished}
     ended, lost, working = list[str](), list[str](), list[UnfinishedRun]()
     for each in awaited:
         name = f"run {each.run.name}/{each.run.id}"
@@ -81,13 +81,13 @@ def outlook(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
             lost.append(f"{name} is lost: no job of it is left, and it has no result; `toolkit resume {each.run.id}`")
         else:
             lost.append(f"{name} has no folder")
-    return Outlook(ended, lost, sorted(unfinished), working)
+    return Prerequisites(ended, lost, sorted(unfinished), working)
 
 
-def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
+def _unfinished(record: DependencyRecord) -> Iterator[UnfinishedRun]:
     for path in record.runs:
         run = RunDir(Path(path))
-        if (found := _how_it_may_end(run, submitted_run.of(run))) is not None:
+        if (found := _how_it_may_end(run, submitted_run.run_jobs(run))) is not None:
             yield found
     for sweep in map(SweepDir, map(Path, record.sweeps)):
         points = sweep.points()
@@ -95,7 +95,7 @@ def _unfinished(record: AfterRecord) -> Iterator[UnfinishedRun]:
             raise DamagedFileError(f"sweep {sweep.name}: its points cannot be read: {sweep.path}")
         for run in map(sweep.run_of, points):
             # Ids of whole arrays: there may be thousands of points. One whose run was removed is over.
-            jobs = submitted_run.of(run)
+            jobs = submitted_run.run_jobs(run)
             jobs = replace(jobs, ids=tuple(dict.fromkeys(map(base_id, jobs.ids))))
             if run.path.is_dir() and (found := _how_it_may_end(run, jobs)) is not None:
                 yield found
@@ -113,7 +113,7 @@ def _how_it_may_end(run: RunDir, jobs: RunJobs) -> UnfinishedRun | None:
     return UnfinishedRun(run, None, works_here=is_starting or not SubmittedRun(run, *submitter_of(run)).is_over())
 
 
-def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecord | None:
+def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> DependencyRecord | None:
     """Return the record of these runs and sweeps; None if all have completed.
 
     Raises RequestError for a name that cannot be waited for: it is unknown, has ended without having completed, could
@@ -124,9 +124,9 @@ def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecor
     found = [_find(name) for name in names]
     # Another user who can write to the folder could forge its result.
     for path in found:
-        trust.refuse_of_others(path, f"--after: others could say how {path.name} has ended")
+        trust.refuse_untrusted(path, f"--after: others could forge the result of {path.name}")
     sweeps = [path for path in found if path.parent.name == rundir.SWEEPS]
-    record = AfterRecord(
+    record = DependencyRecord(
         runs=tuple(str(path) for path in found if path not in sweeps), sweeps=tuple(str(path) for path in sweeps)
     )
     stands = refuse_ended(record, show_jobs)
@@ -146,7 +146,7 @@ def find(names: Sequence[str], executor: str, show_jobs: ShowJobs) -> AfterRecor
     return None if stands.is_met else record
 
 
-def begin_with(config: JobConfig, record: AfterRecord) -> bool:
+def resolve_init_from(config: JobConfig, record: DependencyRecord) -> bool:
     """True if ``model.init_from`` names a run that is waited for; write its path there.
 
     That run needs no checkpoint yet. A name must not come to mean an older run that has one.
@@ -161,9 +161,9 @@ def begin_with(config: JobConfig, record: AfterRecord) -> bool:
     return False
 
 
-def refuse_ended(record: AfterRecord, show_jobs: ShowJobs) -> Outlook:
+def refuse_ended(record: DependencyRecord, show_jobs: ShowJobs) -> Prerequisites:
     """Return the states of all awaited runs. Raises RequestError if one has ended without having completed."""
-    stands = outlook(record, show_jobs)
+    stands = prerequisites(record, show_jobs)
     for why in (*stands.ended, *stands.lost):
         raise RequestError(f"--after: {why}; until it works again it cannot be waited for")
     return stands

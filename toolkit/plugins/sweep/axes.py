@@ -145,7 +145,7 @@ def _not_empty(key: str, text: str, numbers: range) -> Discrete:
     try:
         count = len(numbers)
     except OverflowError:
-        raise RequestError(f"{key}: {text} has more values than anybody counts") from None
+        raise RequestError(f"{key}: {text} has too many values") from None
     if not count:
         raise RequestError(f"{key}: {text} is empty: no number lies in it; write the first value, then the end")
     return Discrete(numbers)
@@ -183,7 +183,7 @@ def sample(axes: Mapping[str, Axis], count: int, seed: int) -> Iterator[Values]:
 def _refuse_size(count: int) -> None:
     refuse_many(count, "this sample")
     if count < 1:
-        raise RequestError(f"a sample of {count} points is empty; ask for 1 or more")
+        raise RequestError(f"a sample of {count} points is out of range; must be 1 or more")
 
 
 def refuse_many(count: int, what: str) -> None:
@@ -215,7 +215,7 @@ def tried(sweep: SweepDir, metric: str) -> list[Tried]:
     return found
 
 
-def draw(
+def suggest_points(
     axes: Mapping[str, Axis], count: int, seed: int, before: Sequence[Tried], *, less_is_better: bool
 ) -> list[Values]:
     """Return new points that Optuna chooses, until the sweep has ``count``; fewer where no more exist.

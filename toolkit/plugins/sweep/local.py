@@ -22,7 +22,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.sweep_folder import ArrayRecord, SweepDir
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.prepare import snapshot
-from toolkit.run.records import stop_request
+from toolkit.run.records import user_requests
 from toolkit.run.submission import executors
 from toolkit.run.submission.handle import Run
 
@@ -45,18 +45,20 @@ def start(array: Path) -> str:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            cwd=snapshot.home_of(sweep),
+            cwd=snapshot.submit_folder(sweep),
         )
     return str(process.pid)
 
 
-def work(path: Path) -> None:
+def run_array(path: Path) -> None:
     """Run all points of the array of this record, after those of earlier arrays.
 
     A full disk, or a file server that is away, passes. A point with a file that cannot be read is left out.
     """
     deadline = time.monotonic() + RECORDED_WITHIN_S
-    while (array := outages.persist(lambda: ArrayRecord.read(path), path, "read")) is not None and array.job_id is None:
+    while (
+        array := outages.retry_write(lambda: ArrayRecord.read(path), path, "read")
+    ) is not None and array.job_id is None:
         if time.monotonic() > deadline:
             break
         time.sleep(limits().look_at_points_every_s)
@@ -92,7 +94,7 @@ def work(path: Path) -> None:
                 log.error("run %s is left out: %s", run.id, error)
                 waiting.remove(run)
             except OSError as error:
-                log.warning("run %s: tried again: %s", run.id, error)
+                log.warning("run %s: retrying: %s", run.id, error)
         time.sleep(limits().look_at_points_every_s)
     if lock is not None:
         os.close(lock)
@@ -115,9 +117,9 @@ def _has_ended(run: RunDir, token: str) -> bool:
     owner = run.owner()
     if owner is None or owner.token != token or run.result() is not None:
         return True
-    asked = stop_request.asked(run)
+    asked = user_requests.read_intent(run)
     if asked is not None:
-        write_ended(run, stop_request.end_state(asked), "stopped while it waited for its turn")
+        write_ended(run, user_requests.end_state(asked), "stopped while it waited for its turn")
     return asked is not None
 
 
@@ -139,7 +141,7 @@ def _start(run: RunDir) -> Run | None:
         return executors.send(run, configs.load_config(run.config, site=False), "local", owner)
 
     try:
-        return outages.persist(send, run.path, "started")
+        return outages.retry_write(send, run.path, "started")
     except (ToolkitError, OSError) as error:
         log.error("run %s cannot be started: %s", run.id, error)
         write_ended(run, RunState.FAILED, f"it could not be started: {error}")
@@ -147,6 +149,6 @@ def _start(run: RunDir) -> Run | None:
 
 
 if __name__ == "__main__":
-    fsio.keep_private()
+    fsio.set_private_umask()
     logs.setup("sweep")
-    work(Path(sys.argv[1]))
+    run_array(Path(sys.argv[1]))

@@ -21,21 +21,21 @@ from typing import Any
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import config as configs
-from toolkit.base.errors import ConfigError, RequestError, nearest
+from toolkit.base.errors import ConfigError, RequestError, did_you_mean
 from toolkit.config import JobConfig
 from toolkit.config.layers import parts_of, sweep_of
-from toolkit.files.run_files import AfterRecord
+from toolkit.files.run_files import DependencyRecord
 from toolkit.plugins.sweep import axes
 from toolkit.plugins.sweep.axes import Axis, Tried, Values
 from toolkit.run.prepare import new_run as prepare
-from toolkit.run.submission.submit import begins_with
+from toolkit.run.submission.submit import resolve_init_from
 
 #: Keys, and sections with a dot, that do not decide what a run computes: where it runs, and how it is looked after.
 #: The same point with more time or memory is the same point.
 _BESIDE_THE_RESULT = (
-    *("name", "notify", "retry.", "checkpoint.copy_to", "cluster.time_min", "cluster.mem_gb", "cluster.partition"),
+    *("name", "notify.", "retry.", "checkpoint.copy_to", "cluster.time_min", "cluster.mem_gb", "cluster.partition"),
     *("cluster.account", "cluster.qos", "cluster.constraint", "cluster.exclude", "cluster.exclusive"),
-    *("cluster.setup", "cluster.extra", "cluster.signal_delay_s", "cluster.preflight", "cluster.spare_nodes"),
+    *("cluster.setup", "cluster.extra", "cluster.save_before_limit_s", "cluster.preflight", "cluster.spare_nodes"),
 )
 #: Processes are started to check this many points: each takes some 10 ms.
 _MANY = 200
@@ -71,10 +71,10 @@ class SweepRequest:
             )
         random, optuna = self.options.random, self.options.optuna
         if random is not None and optuna is not None:
-            raise RequestError("--random and --optuna: a sample is one of them")
+            raise RequestError("--random: does not go with --optuna; leave one of them out")
         seed = self.options.seed or 0
         if optuna is not None:
-            return iter(axes.draw(self.axes, optuna, seed, before, less_is_better=metric.startswith("-")))
+            return iter(axes.suggest_points(self.axes, optuna, seed, before, less_is_better=metric.startswith("-")))
         return axes.grid(self.axes) if random is None else axes.sample(self.axes, random, seed)
 
 
@@ -129,7 +129,7 @@ def _of_section(layer: Any, node: Node, options: Options) -> tuple[dict[str, Axi
                     raise layer.error(value, f"sweep: {error}") from None
                 found[key] = axes.of_list([text]) if axis is None else axis
         else:
-            hint = nearest(key, [*kinds, *configs.all_keys()])
+            hint = did_you_mean(key, [*kinds, *configs.all_keys()])
             raise layer.error(
                 key_node,
                 f"sweep: {key!r} is neither a key of the config nor one of {', '.join(kinds)}; {hint}".rstrip("; "),
@@ -155,11 +155,11 @@ class CheckedPoint:
     config: JobConfig
 
 
-def checked(
+def check_points(
     request: SweepRequest,
     project: Path,
     executor: str,
-    waits_for: AfterRecord | None = None,
+    waits_for: DependencyRecord | None = None,
     before: Sequence[Tried] = (),
     metric: str = "",
 ) -> list[CheckedPoint]:
@@ -169,7 +169,7 @@ def checked(
             raise RequestError(
                 f"{key}: runs that differ in it alone compute the same, so it cannot be swept; give it one value"
             )
-    check = partial(_checked, request, project, executor, waits_for)
+    check = partial(_check_point, request, project, executor, waits_for)
     # What the first one warns of the others do not say again.
     points = request.points(before, metric)
     found = [check(texts) for texts in islice(points, 1)]
@@ -185,14 +185,14 @@ def checked(
     return list(unique.values())
 
 
-def _checked(
-    request: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None, texts: Values
+def _check_point(
+    request: SweepRequest, project: Path, executor: str, waits_for: DependencyRecord | None, texts: Values
 ) -> CheckedPoint:
     overrides = [f"{key}={text}" for key, text in texts.items()]
     try:
         config = prepare.load(request.config, [*request.fixed, *overrides], project, sweep=True)
-        goes_on = begins_with(config, waits_for)
-        prepare.check_submittable(config, executor, project, goes_on=goes_on)
+        is_resume = resolve_init_from(config, waits_for)
+        prepare.check_submittable(config, executor, project, is_resume=is_resume)
     except ConfigError as error:
         raise ConfigError(f"{error} (at the point {', '.join(overrides)})") from None
     if config.cluster.components:

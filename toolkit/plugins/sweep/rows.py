@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.base.errors import DamagedFileError
-from toolkit.cli import notes
-from toolkit.cli.run_rows import RunRow, unreadable
+from toolkit.cli import columns
+from toolkit.cli.run_rows import RunRow, unreadable_row
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, RunState, state_word
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep.sweep_folder import Point, SweepDir, point_of
 
-#: Returns the rows of runs, see `toolkit.cli.show`.
+#: Returns the rows of runs, see `toolkit.cli.run_rows`.
 RowsOfRuns = Callable[[Sequence[RunDir]], list[RunRow]]
 
 #: States of points besides those of runs.
 LOST, REMOVED = "lost", "removed"
-#: A sweep is in the first of these states that one of its points has: what goes on counts before what has ended, and
+#: A sweep is in the first of these states that one of its points has: what continues counts before what has ended, and
 #: what went wrong before what is done.
 _IMPORTANCE = (
     *(RunState.RUNNING, RunState.STOPPING, RunState.RESTARTING, RunState.STARTING, RunState.REQUEUED, RunState.QUEUED),
@@ -28,6 +29,8 @@ _IMPORTANCE = (
 )
 #: A run that cannot be read may work.
 _TO_RETRY = (LOST, RunState.FAILED, RunState.CANCELLED, RunState.STOPPED)
+#: Metrics to compare runs by, where neither the sweep nor the config names one.
+_USUAL = ("eval/accuracy", "-eval/loss", "-train/loss")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class PointRow:
     @property
     def why(self) -> str | None:
         if self.state == REMOVED:
-            return "its run folder was removed, so it is not run again; another --name runs it anew"
-        return self.row.why or notes.waits_for(self.row) or None
+            return "its run folder was removed, so it is not run again; another --name runs it again"
+        return self.row.why or columns.waits_for(self.row) or None
 
     @property
     def is_to_retry(self) -> bool:
@@ -69,14 +72,14 @@ def of_points(sweep: SweepDir, rows_of: RowsOfRuns) -> list[PointRow]:
 
 def newest(runs: Sequence[RunDir], sweeps: Sequence[Path], rows_of: RowsOfRuns, most: int = 10) -> list[RunRow]:
     """Return the rows of the ``most`` newest runs and sweeps, oldest first. A sweep stands for its points' runs."""
-    single, stamped = fold(runs, sweeps)
+    single, stamped = group_by_sweep(runs, sweeps)
     entries: list[tuple[str, RunDir | SweepDir]] = [*((run.id, run) for run in single), *stamped]
     shown = [entry for _, entry in sorted(entries, key=lambda each: each[0])[-most:]]
     rows = iter(rows_of([entry for entry in shown if isinstance(entry, RunDir)]))
     return [next(rows) if isinstance(entry, RunDir) else of_sweep(entry, rows_of) for entry in shown]
 
 
-def fold(runs: Sequence[RunDir], sweeps: Sequence[Path]) -> tuple[list[RunDir], list[tuple[str, SweepDir]]]:
+def group_by_sweep(runs: Sequence[RunDir], sweeps: Sequence[Path]) -> tuple[list[RunDir], list[tuple[str, SweepDir]]]:
     """Return the runs that are no points; and each sweep after the stamp that the ids of its runs begin with.
 
     A sweep whose ``sweep.json`` cannot be read leaves its runs as they are.
@@ -98,8 +101,9 @@ def of_sweep(sweep: SweepDir, rows_of: RowsOfRuns) -> RunRow:
     """Return the row that stands for all points of a sweep. Its ``points`` are their number by state."""
     try:
         found, record = of_points(sweep, rows_of), sweep.record()
+        metric = metric_of(sweep, found)
     except (DamagedFileError, OSError) as error:
-        return unreadable(sweep.name, "sweep", sweep.path, error)
+        return unreadable_row(sweep.name, "sweep", sweep.path, error)
     points = count_states(each.state for each in found)
     return RunRow(
         sweep.name,
@@ -110,9 +114,39 @@ def of_sweep(sweep: SweepDir, rows_of: RowsOfRuns) -> RunRow:
         submitted=0.0 if record is None else record.created,
         updated=max((at for each in found if (at := each.row.updated) is not None), default=None),
         points=points,
+        # Of its best point, and only what they are compared by.
+        metrics={metric.removeprefix("-"): value_of(each, metric) for each in ranked(found, metric)[:1]},
     )
 
 
 def count_states(states: Iterable[str]) -> dict[str, int]:
     """Return how many are in each state, the most first. ``running? (silent)`` counts as running."""
     return dict(Counter(map(state_word, states)).most_common())
+
+
+def metric_of(sweep: SweepDir, found: Sequence[PointRow]) -> str:
+    """Return the metric that runs are compared by, as in ``checkpoint.keep_best``."""
+    record = sweep.record()
+    if record is not None and record.metric is not None:
+        return record.metric
+    known = metrics_of(found)
+    return next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
+
+
+def metrics_of(found: Sequence[PointRow]) -> list[str]:
+    return sorted({name for each in found for name in each.row.metrics})
+
+
+def value_of(each: PointRow, metric: str) -> float | None:
+    value = each.row.metrics.get(metric.removeprefix("-"))
+    return value if isinstance(value, (int, float)) else None
+
+
+def ranked(found: Sequence[PointRow], metric: str) -> list[PointRow]:
+    sign = 1 if metric.startswith("-") else -1
+    measured = [each for each in found if value_of(each, metric) is not None]
+    return sorted(measured, key=lambda each: sign * (value_of(each, metric) or 0.0))
+
+
+def shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -23,12 +23,12 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit.base import fsio, logs
-from toolkit.base.errors import RequestError, SlurmError, SlurmRefusedError, TakenError, ToolkitError
-from toolkit.base.procfs import Life
+from toolkit.base.errors import RequestError, RunLockedError, SlurmError, SlurmRefusedError, ToolkitError
+from toolkit.base.procfs import Liveness
 from toolkit.config import JobConfig, yaml_core
 from toolkit.config.script_arguments import escaped
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord, RunState, SweepPoint
+from toolkit.files.run_files import DependencyRecord, RunState, SweepPoint
 from toolkit.files.rundir import RunDir
 from toolkit.plugins.sweep import awaited, axes, local, request, sweep_folder
 from toolkit.plugins.sweep.request import CheckedPoint, Options, SweepRequest
@@ -37,9 +37,9 @@ from toolkit.run.attempt.journal import write_ended
 from toolkit.run.job import nodes
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import load, refuse_unfit
-from toolkit.run.records import ownership, stop_request, submitted_run
-from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.submitted_run import RunJobs, RunStanding
+from toolkit.run.records import ownership, submitted_run, user_requests
+from toolkit.run.records.submitted_run import RunJobs, RunLiveness
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.requeue.follow_up import RUN_VARIABLE
 from toolkit.run.submission import executors
 from toolkit.run.submission import submit as single
@@ -69,7 +69,7 @@ class Submitted:
 
 
 def check(
-    asked: SweepRequest, project: Path, executor: str, waits_for: AfterRecord | None = None
+    asked: SweepRequest, project: Path, executor: str, waits_for: DependencyRecord | None = None
 ) -> list[CheckedPoint]:
     """Return all points of the request. Raises ConfigError or RequestError before anything is written."""
     refuse_unfit(rundir.runs_root())
@@ -87,7 +87,7 @@ def check(
                 "--optuna: runs are compared by --metric, such as eval/accuracy, or -eval/loss: less is better"
             )
         before = axes.tried(sweep, metric)
-    return request.checked(asked, project, executor, waits_for, before, metric)
+    return request.check_points(asked, project, executor, waits_for, before, metric)
 
 
 def _metric(asked: SweepRequest, config: JobConfig) -> str | None:
@@ -170,9 +170,9 @@ def _prepare(sweep: SweepDir, asked: SweepRequest, project: Path, config: JobCon
     new = {"metric": _metric(asked, config), "max_running": asked.options.max_running}
     record = record.replace(config=str(asked.config), **{key: value for key, value in new.items() if value is not None})
     fsio.make_dir(sweep.path / "logs")
-    if config.job != configs.FOREIGN_JOB:
-        snapshot.take_first(project, sweep.path)
-    elif snapshot.home_of(sweep.path) is None:
+    if config.job != configs.SCRIPT_JOB:
+        snapshot.take_if_missing(project, sweep.path)
+    elif snapshot.submit_folder(sweep.path) is None:
         snapshot.note_folder(sweep.as_run)
     if record != before:
         fsio.write_json(sweep.path / "sweep.json", record.to_json())
@@ -231,7 +231,7 @@ class _Sender:
             else:
                 _remove(path)
 
-    def send_new(self, points: Sequence[_Unsent], waits_for: AfterRecord | None) -> None:
+    def send_new(self, points: Sequence[_Unsent], waits_for: DependencyRecord | None) -> None:
         """Make the runs of new points and submit them. Leave nothing of those that Slurm refuses."""
         how = "the same command submits them when there is room, or with fewer values or other cluster.* values"
         with self._explained(len(points), how):
@@ -243,7 +243,7 @@ class _Sender:
     def send_again(self, points: Sequence[_Unsent]) -> None:
         """Submit runs that exist, each from its last checkpoint. Those that Slurm refuses stay as they are."""
         for each in points:
-            rundir.refuse_code_of_others(each.run)
+            rundir.refuse_untrusted_code(each.run)
         with self._explained(len(points), f"`toolkit sweep retry {self._sweep.name}` submits them when there is room"):
             for array in self._arrays(points):
                 self._send(array, is_new=False)
@@ -281,7 +281,7 @@ class _Sender:
         for each in points:
             try:
                 taken.append((each, ownership.take(each.run, each.number)))
-            except TakenError as error:
+            except RunLockedError as error:
                 log.warning("%s", error)
         if not taken:
             return
@@ -298,7 +298,7 @@ class _Sender:
             with contextlib.ExitStack() as stack:
                 for each, number in () if is_new else taken:
                     stack.enter_context(ownership.restored_on_error(each.run, number))
-                    stop_request.clear(each.run)
+                    user_requests.clear_intent(each.run)
                     nodes.forget(each.run)
                     # Before this submission is the owner: who knows of it must find no earlier result.
                     each.run.clear_result()
@@ -331,15 +331,15 @@ class _Sender:
             arrays = [each for each in self._sweep.arrays().values() if each.is_array and each.cluster in ("", here)]
             waits_for = [each.job_id for each in arrays if each.job_id is not None][-1:]
         # Jobs that must have ended before the first point can start. The other points find theirs when they start.
-        records = (self._sweep.run_of(point).after() for point in array.points)
+        records = (self._sweep.run_of(point).dependencies() for point in array.points)
         if (record := next((each for each in records if each is not None), None)) is not None:
-            waits_for += awaited.outlook(record, self._slurm.show_jobs).jobs
+            waits_for += awaited.prerequisites(record, self._slurm.show_jobs).jobs
         if waits_for:  # on the command line, where it would replace one that the config has for all points
             other = values["additional_parameters"].get("dependency")
             options.append(f"--dependency={other + ',' if other else ''}afterany:{':'.join(waits_for)}")
         script = path.with_suffix(".sh")
         fsio.write_atomic(script, _script(self._sweep, array, values))
-        with snapshot.at_home(self._sweep.path):
+        with snapshot.in_submit_folder(self._sweep.path):
             return self._slurm.sbatch([*options, str(script)])
 
 
@@ -357,7 +357,7 @@ def _script(sweep: SweepDir, array: ArrayRecord, values: Mapping[str, Any]) -> s
         f'exec >> "{run}/submitit/{job}_0_log.out" 2>&1',
     ]
     ignore_signals, *others = values["setup"]
-    command = f'{executors.exec_python()} -m toolkit supervise "{run}/config.yaml"'
+    command = f'{executors.python_exec_line()} -m toolkit supervise "{run}/config.yaml"'
     values = {**values, "setup": [ignore_signals, *which, *others]}
     return str(_make_sbatch_string(command=command, folder=sweep.path / "logs", **values))
 
@@ -382,7 +382,9 @@ def _dump(configs_: Iterable[JobConfig]) -> Iterator[str]:
         yield text
 
 
-def _make_run(sweep: SweepDir, record: SweepRecord, waits_for: AfterRecord | None, new: _Unsent, config: str) -> None:
+def _make_run(
+    sweep: SweepDir, record: SweepRecord, waits_for: DependencyRecord | None, new: _Unsent, config: str
+) -> None:
     """Make the run of a point, in place of what an interrupted submission has left of it. No job knows it yet."""
     run, code = new.run, rundir.code_in(sweep.path)
     if run.config.exists() and run.owner_number() is not None:
@@ -446,7 +448,7 @@ def _left(sweep: SweepDir, slurm: SlurmCommands) -> list[_Unsent]:
         for point in array.points:
             run = sweep.run_of(point)
             with _spared(run, unread):
-                if (jobs := submitted_run.of(run)).is_elsewhere():
+                if (jobs := submitted_run.run_jobs(run)).is_elsewhere():
                     log.warning("run %s is not submitted again: its job is on the cluster %s", run.id, jobs.cluster)
                     continue
                 number, owner = ownership.number_of(run), run.owner()
@@ -481,23 +483,23 @@ def _warn(unread: Mapping[RunDir, Exception]) -> None:
 
 def _standings(
     runs: Iterable[RunDir], slurm: SlurmCommands, unread: dict[RunDir, Exception]
-) -> dict[RunDir, RunStanding]:
+) -> dict[RunDir, RunLiveness]:
     """Return how the jobs or processes of each run stand. Asks Slurm once."""
-    stands, jobs = dict[RunDir, RunStanding](), dict[RunDir, RunJobs]()
+    stands, jobs = dict[RunDir, RunLiveness](), dict[RunDir, RunJobs]()
     for run in runs:
         with _spared(run, unread):
-            owner, of_run = run.owner(), submitted_run.of(run)
+            owner, of_run = run.owner(), submitted_run.run_jobs(run)
             executor = "slurm" if owner is None else owner.executor
             if executor == "slurm" and of_run.ids:
                 jobs[run] = of_run
             else:
-                stands[run] = submitted_run.without_job(run, executor)
+                stands[run] = submitted_run.liveness_without_job(run, executor)
     here = cluster_name.name_here() if any(of_run.cluster for of_run in jobs.values()) else ""
     wanted = sorted({id_ for of_run in jobs.values() if not of_run.is_elsewhere(here) for id_ in of_run.ids})
     answers = slurm.show_jobs(wanted) if wanted else {}
     for run, of_run in jobs.items():
         with _spared(run, unread):
-            stands[run] = submitted_run.of_jobs(of_run, answers, here)
+            stands[run] = submitted_run.liveness_by_jobs(of_run, answers, here)
     return stands
 
 
@@ -516,8 +518,8 @@ def stop(sweep: SweepDir, slurm: SlurmCommands | None = None) -> tuple[int, int,
                 if run.path.is_dir() and run.result() is None:
                     runs.append(run)
         stands = _standings(runs, slurm, unread)
-        for run in (run for run, stand in stands.items() if stand.life is Life.UNSEEN):
-            if (jobs := submitted_run.of(run)).is_elsewhere():
+        for run in (run for run, stand in stands.items() if stand.life is Liveness.UNSEEN):
+            if (jobs := submitted_run.run_jobs(run)).is_elsewhere():
                 raise RequestError(
                     f"sweep {sweep.name} has jobs on the cluster {jobs.cluster}, and this is "
                     f"{cluster_name.name_here()}: `toolkit sweep stop {sweep.name}` there stops it"
@@ -528,11 +530,11 @@ def stop(sweep: SweepDir, slurm: SlurmCommands | None = None) -> tuple[int, int,
                 continue  # it is lost
             with _spared(run, unread):
                 # The request comes first: a job that starts at this moment finds it.
-                stop_request.ask(run, Intent.STOP)
+                user_requests.record_intent(run, Intent.STOP)
                 owner = run.owner()
                 has_turn = owner is None or owner.executor == "slurm" or owner.serves
                 if stand is not None:
-                    is_waiting = run in unsent or ownership.waits(stand.job) or not has_turn
+                    is_waiting = run in unsent or submitted_run.is_queued(stand.job) or not has_turn
                     (waiting if is_waiting else working).append(run)
         queued = [run for run in waiting if stands[run].job is not None]
         if queued:
@@ -546,7 +548,7 @@ def stop(sweep: SweepDir, slurm: SlurmCommands | None = None) -> tuple[int, int,
     return len(waiting), len(working), unread
 
 
-def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
+def _refuse_circle(record: DependencyRecord, sweep: SweepDir) -> None:
     """Raise RequestError if what is to be waited for waits for the sweep. (A run is newer than what it names.)"""
     way, seen = [*record.sweeps, *record.runs], set[str]()
     while way:
@@ -565,5 +567,5 @@ def _refuse_circle(record: AfterRecord, sweep: SweepDir) -> None:
             runs = [other.run_of(point) for point in other.points()]
         else:
             runs = [RunDir(Path(path))]
-        for waits_for in (run.after() for run in runs):
+        for waits_for in (run.dependencies() for run in runs):
             way += [] if waits_for is None else [*waits_for.sweeps, *waits_for.runs]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.base import fsio, logs
-from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError, nearest
+from toolkit.base.errors import DamagedFileError, RequestError, RunNotFoundError, did_you_mean
 from toolkit.files import rundir
 from toolkit.files.records import FileRecord, JsonRecord
 from toolkit.files.run_files import Executor, Moment, SweepPoint, Word
@@ -81,13 +80,13 @@ class SweepDir:
 
     def arrays(self) -> dict[Path, ArrayRecord]:
         """Return the records of the arrays by their paths, oldest first."""
-        paths = sorted((self.path / "arrays").glob("[0-9]*.json"))
+        paths = fsio.entries(self.path / "arrays", "[0-9]*.json")
         return {path: record for path in paths if (record := ArrayRecord.read(path)) is not None}
 
     def next_array(self, token: str) -> Path:
         """Return the path of the next array's record. No other submitter gets it."""
         folder = fsio.make_dir(self.path / "arrays")
-        last = max((int(path.stem.partition("-")[0]) for path in folder.glob("[0-9]*-*.json")), default=0)
+        last = max((int(path.stem.partition("-")[0]) for path in fsio.entries(folder, "[0-9]*-*.json")), default=0)
         return folder / f"{last + 1:04d}-{token}.json"
 
     def points(self) -> list[Point]:
@@ -106,10 +105,11 @@ class SweepDir:
         path = fsio.make_dir(self.path) / "lock"
         if (fd := fsio.try_lock(path)) is None:
             if not waits:
-                raise RequestError(f"sweep {self.name}: another `toolkit sweep` submits its points at this moment")
+                raise RequestError(
+                    f"sweep {self.name}: another `toolkit sweep` is submitting its points; try again when it has ended"
+                )
             log.warning("sweep %s: waiting for another `toolkit sweep`, which submits its points", self.name)
-            while (fd := fsio.try_lock(path)) is None:
-                time.sleep(0.2)
+            fd = fsio.lock(path)
         try:
             yield
         finally:
@@ -122,7 +122,7 @@ def find(name: str) -> SweepDir:
     if (sweep.path / "sweep.json").exists():
         return sweep
     names = [path.name for path in rundir.sweep_paths()]
-    there = f"{nearest(name, names)}there are: {', '.join(names)}" if names else "there are none"
+    there = f"{did_you_mean(name, names)}there are: {', '.join(names)}" if names else "there are none"
     raise RequestError(f"no sweep {name!r} under {rundir.runs_root()}; {there}")
 
 

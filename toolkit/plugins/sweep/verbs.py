@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.base import logs
 from toolkit.base.errors import EXIT_FAILED, RequestError, listing
 from toolkit.base.terminal import say
-from toolkit.cli import show, tables
+from toolkit.cli import arguments, run_rows, tables
 from toolkit.files import rundir
 from toolkit.files.run_files import UNREADABLE, RunState
 from toolkit.plugins.sweep import request, rows, submission, sweep_folder
@@ -28,8 +28,6 @@ log = logs.get(__name__)
 
 #: A longer table is shown in part, without ``--all``.
 MOST_ROWS = 40
-#: Metrics to compare runs by, where neither the sweep nor the config names one.
-_USUAL = ("eval/accuracy", "-eval/loss", "-train/loss")
 
 
 def submit(args: Namespace) -> None:
@@ -44,24 +42,26 @@ def submit(args: Namespace) -> None:
         waits_for = awaited(args.after, executor, shared_queue.of_user().show_jobs)
         points = submission.check(asked, Path.cwd(), executor, waits_for)
         if args.json:
-            print(show.as_json([{"point": point.id, **point.values} for point in points]))
+            print(arguments.as_json([{"point": point.id, **point.values} for point in points]))
             return
         if not points:
             print("nothing to do: the sweep has all of these points")
             return
-        cells = [[_shown(value) for value in point.values.values()] for point in points[:MOST_ROWS]]
+        cells = [[rows.shown(value) for value in point.values.values()] for point in points[:MOST_ROWS]]
         tables.Table([list(points[0].values), *cells], tables.width(args)).print()
         more = f"and {len(points) - MOST_ROWS} more\n" if len(points) > MOST_ROWS else ""
         print(f"{more}{len(points)} points, all checked; nothing was submitted")
         return
     sent = submission.submit(asked, Path.cwd(), args.executor, after=args.after)
     if args.json:
-        print(show.as_json({"sweep": sent.sweep.name, "new": sent.new, "known": sent.known, "jobs": list(sent.jobs)}))
+        print(
+            arguments.as_json({"sweep": sent.sweep.name, "new": sent.new, "known": sent.known, "jobs": list(sent.jobs)})
+        )
         return
     known = f"; {sent.known} were in it before" if sent.known else ""
     jobs = f" (Slurm job {', '.join(sent.jobs)})" if sent.jobs else ""
     say(f"sweep {sent.sweep.name}: {sent.new} of {_points(len(sent.points))} submitted{jobs}{known}")
-    say(f"  `toolkit sweep status {sent.sweep.name}` shows how they stand")
+    say(f"  `toolkit sweep status {sent.sweep.name}` shows their states")
 
 
 def look_after(args: Namespace) -> int | None:
@@ -70,39 +70,15 @@ def look_after(args: Namespace) -> int | None:
         names = listing([path.name for path in rundir.sweep_paths()]) or "none"
         raise RequestError(f"toolkit sweep {args.config}: give the name of one sweep; there are: {names}")
     sweep = sweep_folder.find(args.overrides[0])
-    found = rows.of_points(sweep, show.status_rows)
-    metric = args.metric or _metric(sweep, found)
+    found = rows.of_points(sweep, run_rows.status_rows)
+    metric = args.metric or rows.metric_of(sweep, found)
     verbs = {"status": _status, "retry": _retry, "stop": _stop, "best": _best, "export": _export}
     return verbs[args.config](sweep, found, metric, args)
 
 
-def _metric(sweep: SweepDir, found: Sequence[PointRow]) -> str:
-    """Return the metric that runs are compared by, as in ``checkpoint.keep_best``."""
-    record = sweep.record()
-    if record is not None and record.metric is not None:
-        return record.metric
-    known = _metrics(found)
-    return next((name for name in _USUAL if name.lstrip("-") in known), _USUAL[0])
-
-
-def _metrics(found: Sequence[PointRow]) -> list[str]:
-    return sorted({name for each in found for name in each.row.metrics})
-
-
-def _value(each: PointRow, metric: str) -> float | None:
-    value = each.row.metrics.get(metric.removeprefix("-"))
-    return value if isinstance(value, (int, float)) else None
-
-
-def _ranked(found: Sequence[PointRow], metric: str) -> list[PointRow]:
-    sign = 1 if metric.startswith("-") else -1
-    measured = [each for each in found if _value(each, metric) is not None]
-    return sorted(measured, key=lambda each: sign * (_value(each, metric) or 0.0))
-
-
 def _status(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
     if args.json:
-        print(show.as_json([_as_data(each) for each in found]))
+        print(arguments.as_json([_as_data(each) for each in found]))
         return
     states = rows.count_states(each.state for each in found)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
@@ -110,7 +86,7 @@ def _status(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Names
     shown = found
     if len(found) > MOST_ROWS and not args.all:
         # The rows of most interest: what has failed, what runs, then the best.
-        order = {id(each): number for number, each in enumerate(_ranked(found, metric))}
+        order = {id(each): number for number, each in enumerate(rows.ranked(found, metric))}
 
         def interest(each: PointRow) -> tuple[bool, bool, int]:
             return not each.is_to_retry, each.state != RunState.RUNNING, order.get(id(each), len(found))
@@ -128,7 +104,7 @@ def _retry(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namesp
     jobs, sent = submission.retry(sweep, [each.point for each in failed])
     if args.json:
         retried = [_as_data(each) for each in found if each.point.id in sent]
-        print(show.as_json({"sweep": sweep.name, "jobs": jobs, "retried": retried}))
+        print(arguments.as_json({"sweep": sweep.name, "jobs": jobs, "retried": retried}))
         return EXIT_FAILED if failed and not sent else None
     for line in _causes([*failed, *(each for each in found if each.state in (REMOVED, UNREADABLE))]):
         say(line)
@@ -147,40 +123,40 @@ def _stop(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespa
     waiting, working, unread = submission.stop(sweep)
     if args.json:
         unknown = [run.id for run in unread]
-        print(show.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working, "unknown": unknown}))
+        print(arguments.as_json({"sweep": sweep.name, "cancelled": waiting, "asked": working, "unknown": unknown}))
     else:
         say(
             f"sweep {sweep.name}: cancelled while they waited: {waiting}; asked to commit a checkpoint and end: "
             f"{working}; `toolkit sweep retry {sweep.name}` continues all"
         )
     for run, error in unread.items():
-        log.warning("run %s was asked to end, and whether it does is not known: %s", run.id, error)
+        log.warning("run %s was asked to stop; whether it does is not known: %s", run.id, error)
     return EXIT_FAILED if unread else None
 
 
 def _best(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> int | None:
-    ranked = _ranked(found, metric)[:10]
+    ranked = rows.ranked(found, metric)[:10]
     if args.json:
-        print(show.as_json([_as_data(each) for each in ranked]))
+        print(arguments.as_json([_as_data(each) for each in ranked]))
     elif not ranked:
-        names = ", ".join(_metrics(found))
+        names = ", ".join(rows.metrics_of(found))
         known = f"there are: {names}" if names else "no run has written any yet, as run.log in a loop does"
         raise RequestError(f"sweep {sweep.name}: no run has the metric {metric.removeprefix('-')}; {known}")
     else:
         _table(ranked, metric, tables.width(args)).print()
         best = ranked[0]
-        values = [f"{key}={_shown(value)}" for key, value in best.point.values.items()]
+        values = [f"{key}={rows.shown(value)}" for key, value in best.point.values.items()]
         print(f"best: {' '.join(values)}")
-        print(f"  {metric.removeprefix('-')} {_value(best, metric):g} in run {best.run.id}")
+        print(f"  {metric.removeprefix('-')} {rows.value_of(best, metric):g} in run {best.run.id}")
     return None if ranked else EXIT_FAILED
 
 
 def _export(sweep: SweepDir, found: Sequence[PointRow], metric: str, args: Namespace) -> None:
     if args.json:
-        print(show.as_json([_as_data(each) for each in found]))
+        print(arguments.as_json([_as_data(each) for each in found]))
         return
     keys = list(dict.fromkeys(key for each in found for key in each.point.values))
-    names = _metrics(found)
+    names = rows.metrics_of(found)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")  # it writes None as nothing
     writer.writerow(["run", "point", "state", *keys, "step", *names])
@@ -219,9 +195,9 @@ def _table(found: Sequence[PointRow], metric: str, width: int | None) -> tables.
     for each in found:
         step, total = each.row.step, each.row.total_steps
         steps = "" if step is None else f"{step}/{total or '?'}"
-        value = _value(each, metric)
+        value = rows.value_of(each, metric)
         figure = "" if value is None else f"{value:.4g}"
-        values = [_shown(each.point.values.get(key, "")) for key in keys]
+        values = [rows.shown(each.point.values.get(key, "")) for key in keys]
         job = each.row.job_id if each.row.executor == "slurm" else ""
         run = each.run.id if width is None else tables.short(each.run.id)
         cells.append([run, *values, each.state, job or "", steps, figure])
@@ -242,7 +218,3 @@ def _causes(found: Sequence[PointRow]) -> list[str]:
 
 def _points(number: int) -> str:
     return f"{number} point{'' if number == 1 else 's'}"
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

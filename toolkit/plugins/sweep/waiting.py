@@ -9,39 +9,39 @@ from queue import Empty
 
 from toolkit.base import logs, outages
 from toolkit.base.process_limits import limits
-from toolkit.files.run_files import AfterRecord, RunState, waits_until
+from toolkit.files.run_files import DependencyRecord, RunState, dependency_sentence
 from toolkit.plugins.sweep import awaited
-from toolkit.plugins.sweep.awaited import Outlook
-from toolkit.run.attempt.facts import Cause, Decision, Verdict
+from toolkit.plugins.sweep.awaited import Prerequisites
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.job.slurm_job import JobFate
-from toolkit.run.records import stop_request
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.attempt.verdict import Cause, Decision, Verdict
+from toolkit.run.job.slurm_job import JobOutcome
+from toolkit.run.records import user_requests
+from toolkit.run.records.user_requests import Intent
 from toolkit.run.requeue.requeue import JobRequeue
-from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.stop_path import StopAsked, is_for_limit
+from toolkit.run.supervise.rank_stop import StopAsked, is_for_limit
+from toolkit.run.supervise.supervisor_components import Context
 from toolkit.slurm import shared_queue
 from toolkit.slurm.commands import Slurm
 
-_SILENT = "Slurm does not say how the jobs stand that are waited for"
+_SILENT = "Slurm does not report the states of the jobs that this one waits for"
 
 log = logs.get(__name__)
 
 
-def wait_for_other_runs(context: Context) -> Verdict | None:
-    """Wait for the other runs, and return None when this run may start, or a user has ended it.
+def wait_for_other_runs(context: Context, record: DependencyRecord) -> Verdict | None:
+    """Wait for the runs of ``record``, and return None when this run may start, or a user has ended it.
 
     Else return how the job ends without an attempt, which is a failure if one of the other runs did not complete. A job
     of Slurm does not wait for long: it goes back into the queue until the others' current jobs have ended. On this
     machine the process waits.
     """
-    record, requeue = context.run.after(), context.requeue
+    requeue = context.requeue
     lost_since: float | None = None
-    while record is not None and not context.asked():
+    while not context.asked():
         stands = _look(context, record)
         if stands is not None and stands.is_met:
             log.info("%s completed: this run starts", " and ".join(record.names()))
-            context.run.after_path.unlink(missing_ok=True)
+            outages.retry_write(lambda: context.run.after_path.unlink(missing_ok=True), context.run.path, "removed")
             return None
         if stands is not None and stands.ended:
             return _fail(context, stands.ended[0])
@@ -51,54 +51,56 @@ def wait_for_other_runs(context: Context) -> Verdict | None:
         if stands is not None and lost_since is not None and time.monotonic() - lost_since >= limits().files_lag_s:
             return _fail(context, stands.lost[0])
         if requeue is not None and (stands is None or stands.jobs):
-            return _give_back(context, requeue, record, stands)
+            return _wait_in_queue(context, requeue, record, stands)
         # A signal to end may come meanwhile.
         with contextlib.suppress(Empty):
             event = context.events.get(timeout=limits().look_at_awaited_every_s)
             if isinstance(event, StopAsked) and not is_for_limit(context, event):
                 if requeue is not None:
-                    return _give_back(context, requeue, record, stands)
-                stop_request.ask(context.run, Intent.STOP)
+                    return _wait_in_queue(context, requeue, record, stands)
+                user_requests.record_intent(context.run, Intent.STOP)
         _note(context, RunState.QUEUED, record)
     return None
 
 
-def _look(context: Context, record: AfterRecord) -> Outlook | None:
+def _look(context: Context, record: DependencyRecord) -> Prerequisites | None:
     """Return the states of the other runs; None where Slurm does not answer."""
     if context.job.slurm is not None:
-        look = partial(awaited.outlook, record, context.job.slurm.show_jobs)
-        return outages.ask(look, _SILENT, wait_s=limits().give_up_after_s)
+        look = partial(awaited.prerequisites, record, context.job.slurm.show_jobs)
+        return outages.retry_slurm(look, _SILENT, wait_s=limits().give_up_after_s)
     # This process may wait for days: Slurm is asked seldom, and all of the user's processes share its answer.
     queue = shared_queue.of_user(Slurm())
-    look = partial(awaited.outlook, record, partial(queue.show_jobs, every_s=limits().ask_slurm_every_s))
-    return outages.ask(look, _SILENT, wait_s=0.0)
+    look = partial(awaited.prerequisites, record, partial(queue.show_jobs, every_s=limits().ask_slurm_every_s))
+    return outages.retry_slurm(look, _SILENT, wait_s=0.0)
 
 
-def _note(context: Context, state: RunState, record: AfterRecord) -> None:
-    status = context.run.status()
-    why = waits_until(record.names())
+def _note(context: Context, state: RunState, record: DependencyRecord) -> None:
+    why = dependency_sentence(record.names())
     with contextlib.suppress(OSError):  # a disk that fails for a moment must not end the run
+        status = context.run.status()
         context.run.write_status(status.replace(state=state, why=why, updated=time.time()))
 
 
 def _fail(context: Context, why: str) -> Verdict:
     line = f"{awaited.NEVER_STARTED}: {why}, then `toolkit resume {context.run.id}`"
     log.error("%s", line)
-    outages.persist(lambda: write_ended(context.run, RunState.FAILED, line), context.run.path)
+    outages.retry_write(lambda: write_ended(context.run, RunState.FAILED, line), context.run.path)
     return Verdict(Cause.CANCELLED, Decision.GIVE_UP, line)
 
 
-def _give_back(context: Context, requeue: JobRequeue, record: AfterRecord, stands: Outlook | None) -> Verdict:
+def _wait_in_queue(
+    context: Context, requeue: JobRequeue, record: DependencyRecord, stands: Prerequisites | None
+) -> Verdict:
     """Give the nodes back until the others' current jobs have ended."""
     run, jobs = context.run, [] if stands is None else list(stands.jobs)
-    log.info("%s: back into the queue after job %s", waits_until(record.names()), ", ".join(jobs) or "?")
+    log.info("%s: back into the queue after job %s", dependency_sentence(record.names()), ", ".join(jobs) or "?")
     context.prepare_requeue()
     _note(context, RunState.REQUEUED, record)
-    seen = requeue.requeue(jobs)
-    if seen is JobFate.REQUEUED:
+    seen = requeue.bring_back(jobs)
+    if seen is JobOutcome.REQUEUED:
         return Verdict(Cause.STOPPED, Decision.REQUEUE, "not its turn yet")
-    state = stop_request.end_state(context.asked()) if seen is JobFate.CANCELLED else RunState.STOPPED
-    why = f"{state} while it waited" if seen is JobFate.CANCELLED else requeue.not_taken_back
-    why += f": it {waits_until(record.names())}; `toolkit resume {run.id}` has it wait again"
-    outages.persist(lambda: write_ended(run, state, why), run.path)
+    state = user_requests.end_state(context.asked()) if seen is JobOutcome.CANCELLED else RunState.STOPPED
+    why = f"{state} while it waited" if seen is JobOutcome.CANCELLED else requeue.why_not_back
+    why += f": it {dependency_sentence(record.names())}; `toolkit resume {run.id}` has it wait again"
+    outages.retry_write(lambda: write_ended(run, state, why), run.path)
     return Verdict(Cause.STOPPED, Decision.FINISH, why)

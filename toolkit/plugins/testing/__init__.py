@@ -8,6 +8,6 @@ the environment variable that makes a rank of a real run fail: see docs/lifecycl
 """
 
 from toolkit.plugins.testing.fake_slurm import FakeSlurm
-from toolkit.plugins.testing.faults import CHAOS_VARIABLE, watch
+from toolkit.plugins.testing.faults import CHAOS_VARIABLE, hook_disk_operations
 
-__all__ = ["CHAOS_VARIABLE", "FakeSlurm", "watch"]
+__all__ = ["CHAOS_VARIABLE", "FakeSlurm", "hook_disk_operations"]

@@ -23,7 +23,7 @@ from toolkit.base import hostlist
 from toolkit.base.durations import parse_slurms
 from toolkit.base.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.jobs import JobGpus, JobRow, JobStatus, present_of
+from toolkit.slurm.jobs import JobGpus, JobRow, JobStatus, current_row
 from toolkit.slurm.states import Phase, phase
 
 #: Seconds for which a requeued job may not start: ``cred_expire`` + 1.
@@ -31,7 +31,7 @@ REQUEUE_DELAY_S = 121.0
 
 
 @dataclass(frozen=True)
-class Sent:
+class CancelCall:
     """A call of `FakeSlurm.cancel`: a signal, or the end of the job with ``signal=None``."""
 
     job_id: str
@@ -52,7 +52,7 @@ class FakeSlurm:
         self.max_array_size = 1001
         self.refuses_submissions = ""  #: what sbatch says instead of taking a job, such as a limit's name
         self.nodes_to_spare = 100  #: a job that excludes more could never start
-        self.sent: list[Sent] = []
+        self.sent: list[CancelCall] = []
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
         self.depends: dict[str, tuple[str, ...]] = {}  #: by pending job, the jobs given to `depend`
@@ -87,7 +87,7 @@ class FakeSlurm:
         for job_id in job_ids:
             # Accounting's rows stand behind the controller's.
             gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
-            row = present_of(self._find(job_id) + (gone if self.accounting else []))
+            row = current_row(self._find(job_id) + (gone if self.accounting else []))
             found[job_id] = None if row is None else _accounted(row) if row in gone else _status_of(row)
         return found
 
@@ -103,7 +103,7 @@ class FakeSlurm:
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         self._contact()
-        self.sent.append(Sent(job_id, signal, step, batch))
+        self.sent.append(CancelCall(job_id, signal, step, batch))
         # A signal to an unknown job is an error; to end an unknown job is none.
         if signal is not None:
             self._known(job_id)
@@ -163,7 +163,7 @@ class FakeSlurm:
             self.depends[row.requeue_id] = tuple(on)
             self._set(row, reason="Dependency")
 
-    def drained(self, node_list: str) -> dict[str, str]:
+    def drain_reasons(self, node_list: str) -> dict[str, str]:
         self.asked_for_nodes.append(node_list)
         self._contact()
         return {host: self.drains[host] for host in hostlist.expand(node_list) if host in self.drains}

@@ -1,8 +1,8 @@
 """Faults of a disk, a kernel or a scheduler on demand, for tests.
 
-They strike a writer at an exact point. In a test's own process, :func:`watch` sees each operation that changes a file
-before it is done, and may raise, sleep or kill instead. In the ranks of a real run, ``TOOLKIT_CHAOS`` has a list of
-faults, of which each rank takes its own::
+They strike a writer at an exact point. In a test's own process, :func:`hook_disk_operations` sees each operation that
+changes a file before it is done, and may raise, sleep or kill instead. In the ranks of a real run, ``TOOLKIT_CHAOS``
+has a list of faults, of which each rank takes its own::
 
     TOOLKIT_CHAOS='[{"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 17}]' toolkit submit CONFIG
 
@@ -38,7 +38,7 @@ Seen = Callable[[str, str], None]
 
 
 @contextmanager
-def watch(seen: Seen) -> Iterator[None]:
+def hook_disk_operations(seen: Seen) -> Iterator[None]:
     """Call ``seen`` before each operation that changes the disk, in any thread of this process."""
     # Patches ``os`` itself: pathlib and the writers call its functions by their names there.
     kept = {name: getattr(os, name) for name in (*OPERATIONS, "fdopen")}
@@ -108,7 +108,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind != "slow" and not hasattr(signal, self.kind) and not hasattr(errno, self.kind):
-            raise ConfigError(f"{CHAOS_VARIABLE}: {self.kind!r} is no signal, no error of the system, and not slow")
+            raise ConfigError(f"{CHAOS_VARIABLE}: {self.kind!r} is not a signal, a system error or slow")
 
     def strike(self, operation: str, path: str) -> None:
         """Apply the fault to the ``operation`` on ``path``. Removing needs no room: a full disk lets it pass."""
@@ -127,12 +127,12 @@ def parse(text: str) -> list[Fault]:
         return [Fault(**fields) for fields in json.loads(text)]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f'{CHAOS_VARIABLE}: {text!r} is no list of faults such as [{{"kind": "SIGKILL", "operation": 17}}]: {error}'
+            f'{CHAOS_VARIABLE}: {text!r} is not a list such as [{{"kind": "SIGKILL", "operation": 17}}]: {error}'
         ) from error
 
 
-def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
-    """Return a function for :func:`watch` that counts operations on paths with ``folder``, and applies the faults."""
+def fault_hook(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
+    """Return a hook that counts operations on paths with ``folder``, and applies the faults."""
     numbers, lock = itertools.count(1), threading.Lock()
 
     def seen(operation: str, path: str) -> None:
@@ -155,5 +155,5 @@ def of_environment(rank: int, attempt: int) -> Iterator[None]:
     if not faults:
         yield
         return
-    with watch(among(faults)):
+    with hook_disk_operations(fault_hook(faults)):
         yield

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
-from toolkit.plugins.trackers import Points, RunIdentity, answering, without_password
+from toolkit.plugins.trackers import Points, RunIdentity, translate_errors, without_password
 
 #: The most values and parameters that one request may have, by MLflow's REST API.
 _MOST_VALUES, _MOST_PARAMS = 1000, 100
@@ -38,7 +38,7 @@ class Mlflow:
         self._id = ""
 
     def open(self, remote: str | None) -> tuple[str, bool]:
-        with answering(self.place):
+        with translate_errors(self.place):
             self._client = self._new_client(self._uri)
             experiment = self._client.get_experiment_by_name(self._run.project)
             self._experiment = (
@@ -67,7 +67,7 @@ class Mlflow:
         return re.sub(r"[^\w./: -]", "_", tag)
 
     def received(self, since: int) -> Points:
-        with answering(self.place):
+        with translate_errors(self.place):
             tags = self._client.get_run(self._id).data.metrics
             return {
                 (metric.step, tag): metric.value
@@ -82,12 +82,12 @@ class Mlflow:
             for line in lines
             for tag, value in line.values.items()
         ]
-        with answering(self.place):
+        with translate_errors(self.place):
             for start in range(0, len(values), _MOST_VALUES):
                 self._client.log_batch(self._id, metrics=values[start : start + _MOST_VALUES])
 
     def clear(self) -> str:
-        with answering(self.place):
+        with translate_errors(self.place):
             # The tag goes first: a deleted run can be restored by its owner, and is not to be found as the copy then.
             self._client.delete_tag(self._id, _TAG)
             self._client.delete_run(self._id)
@@ -95,5 +95,5 @@ class Mlflow:
 
     def close(self, state: RunState | None) -> None:
         if state is not None:
-            with answering(self.place):
+            with translate_errors(self.place):
                 self._client.set_terminated(self._id, status=_ENDS.get(state, "KILLED"))

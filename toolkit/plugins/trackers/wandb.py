@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.base.errors import RequestError, TrackerError
 from toolkit.files.run_files import RunState
 from toolkit.metrics.lines import MetricsLine
-from toolkit.plugins.trackers import RunIdentity, answering, without_password
+from toolkit.plugins.trackers import RunIdentity, translate_errors, without_password
 
 #: A server may show rows some seconds after it has taken them.
 _TRIES, _BETWEEN_S = 5, 2.0
@@ -35,7 +35,7 @@ class Wandb:
         settings = wandb.setup().settings
         if settings.mode not in ("online", "shared"):
             raise RequestError(
-                f"wandb is set to {settings.mode!r}, and toolkit sync sends to its server: unset WANDB_MODE"
+                f"wandb is set to {settings.mode!r}, and toolkit upload sends to its server: unset WANDB_MODE"
             )
         self._wandb, self._run = wandb, run
         self._id = run.id
@@ -44,7 +44,7 @@ class Wandb:
         self.place = f"wandb at {server}, project {run.project}"
 
     def open(self, remote: str | None) -> tuple[str, bool]:
-        with answering(self.place):
+        with translate_errors(self.place):
             self._api = self._wandb.Api(timeout=_TIMEOUT_S)
             self._id = remote or self._run.id
             is_found = self._found() is not None
@@ -84,13 +84,13 @@ class Wandb:
 
     def received(self, since: int) -> int:
         """Return the last step of the run; -1 if it has none."""
-        with answering(self.place):
+        with translate_errors(self.place):
             found = self._found()
             return -1 if found is None or found.lastHistoryStep is None else int(found.lastHistoryStep)
 
     def send(self, lines: Sequence[MetricsLine]) -> None:
         # Few retries with short waits: the next call sends what did not arrive.
-        with answering(self.place), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with translate_errors(self.place), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             run = self._wandb.init(
                 project=self._run.project,
                 id=self._id,
@@ -124,7 +124,7 @@ class Wandb:
         raise TrackerError(f"{self.place} has steps up to {last} of those up to {step}; the next call sends the others")
 
     def clear(self) -> str:
-        with answering(self.place):
+        with translate_errors(self.place):
             found = self._found()
             if found is not None:
                 found.delete()

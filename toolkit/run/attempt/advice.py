@@ -20,8 +20,7 @@ from toolkit.devices.kinds import DEVICE_OUT_OF_MEMORY
 from toolkit.files.error_file import ARGUMENT_ERROR
 from toolkit.files.run_files import AttemptRecord, RunState, RunStatus, state_word
 from toolkit.files.rundir import RUN_DIR_VARIABLE, RunDir
-from toolkit.run.attempt.facts import THEN_PRINTED
-from toolkit.run.attempt.verdict import may_be_chance
+from toolkit.run.attempt.verdict import THEN_PRINTED, is_transient
 from toolkit.run.records import run_config
 
 #: The state of a run that has ended without a result.
@@ -37,6 +36,7 @@ class Situation:
     run: str
     state: str  #: a state of :class:`RunState`, or ``lost``
     saved: int | None = None  #: the step of the newest checkpoint
+    lost: int | None = None  #: the step of the one that an attempt has left, where there is none now
     is_script: bool = False  #: of `toolkit exec`: it has checkpoints of its own, and its sources are not copied
     has_copy: bool = True  #: of its sources
     program: str = ""  #: how to start it again, if `toolkit resume` cannot
@@ -54,10 +54,10 @@ def next_step(facts: Situation) -> str:
     if facts.state in (RunState.STOPPED, RunState.CANCELLED):
         return _resume(facts)
     if facts.state == LOST:
-        return f"nothing brings it back by itself; {_resume(facts)}"
+        return f"it does not restart by itself; {_resume(facts)}"
     if facts.state == RunState.REQUEUED:
         waits_for = f"what it waits for: `toolkit status {facts.run}`"
-        return f"nothing to do; it goes on when Slurm starts the job again ({waits_for})"
+        return f"nothing to do; it continues when Slurm starts the job again ({waits_for})"
     if facts.state == RunState.QUEUED:
         return "nothing to do; it begins when Slurm starts its job"
     if facts.state == RunState.STOPPING:
@@ -65,16 +65,16 @@ def next_step(facts: Situation) -> str:
     if facts.state in (RunState.STARTING, RunState.RUNNING, RunState.RESTARTING):
         return f"nothing to do; `toolkit logs {facts.run} --follow` shows what it prints"
     if facts.state != RunState.FAILED:
-        return f"`toolkit status {facts.run}` says how it stands"
+        return f"`toolkit status {facts.run}` shows its state"
     if facts.mended_by:
         return _resume(facts, facts.mended_by)
     if facts.bad_arguments:
         return "submit a new run, with arguments that the script accepts"
     if facts.refusal:
-        return f"mend what the error names (a key: KEY=VALUE behind the command), then {_resume(facts)}"
+        return f"fix what the error names (a key: KEY=VALUE behind the command), then {_resume(facts)}"
     if facts.where is None:
-        return f"mend the cause, then {_resume(facts)}"
-    return f"mend {facts.where}, then {_resume(facts, '' if facts.is_script or not facts.has_copy else '--code')}"
+        return f"fix the cause, then {_resume(facts)}"
+    return f"fix {facts.where}, then {_resume(facts, '' if facts.is_script or not facts.has_copy else '--code')}"
 
 
 def _resume(facts: Situation, words: str = "") -> str:
@@ -83,8 +83,12 @@ def _resume(facts: Situation, words: str = "") -> str:
         return facts.program
     command = " ".join(filter(None, ["toolkit resume", facts.run, words]))
     if facts.is_script:
-        return f"`{command}` starts the script again, which goes on from its own checkpoints if it looks for them"
-    does = "starts over, as there is no checkpoint" if facts.saved is None else "goes on from the last checkpoint"
+        return f"`{command}` starts the script again, which continues from its own checkpoints if it looks for them"
+    does = "continues from the last checkpoint"
+    if facts.saved is None and facts.lost is not None:
+        does = f"continues once the checkpoint of step {facts.lost} is back"
+    elif facts.saved is None:
+        does = "starts over, as there is no checkpoint"
     return f"`{command}` {does}{', with the code that the project has then' if words == '--code' else ''}"
 
 
@@ -96,8 +100,8 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     config = run_config.read(run)
     last = attempts[-1] if attempts else None
     failure = last.first_failure if last is not None and known == RunState.FAILED else None
-    where = None if failure is None or may_be_chance(failure.how) or THEN_PRINTED in failure.how else failure.where
-    # The line is to be mended, unless the cause is known to be elsewhere: a limit, a file, the environment.
+    where = None if failure is None or is_transient(failure.how) or THEN_PRINTED in failure.how else failure.where
+    # The line is to be fixed, unless the cause is known to be elsewhere: a limit, a file, the environment.
     if where is not None:
         from toolkit.plugins.report.why.runs import cause_of
 
@@ -108,9 +112,10 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
         run.id,
         known,
         newest_step(run.checkpoints),
-        is_script=config is not None and config.job == configs.FOREIGN_JOB,
+        next((line.step_saved for line in reversed(attempts) if line.step_saved is not None), None),
+        is_script=config is not None and config.job == configs.SCRIPT_JOB,
         has_copy=run.code.is_dir(),
-        program=of_program(run) if config is not None and config.job == configs.CALLED_JOB else "",
+        program=_how_to_start(run, config),
         has_curves=run.tensorboard.is_dir() and any(run.tensorboard.iterdir()),
         mended_by="" if last is None or config is None or known != RunState.FAILED else _mended_by(run, config, last),
         refusal=failure is not None and failure.how.startswith(tuple(f"{name}:" for name in _REFUSALS)),
@@ -119,25 +124,32 @@ def situation_of(run: RunDir, state: str | None = None) -> Situation:
     )
 
 
-def of_restarts(run: RunDir, attempt: int) -> str:
+def _how_to_start(run: RunDir, config: JobConfig | None) -> str:
+    """Return how to start the run again where `toolkit resume` cannot; empty for other runs."""
+    if run.trace.is_dir():
+        return "check again: the run is a part of a resume-check, which resumes it itself"
+    return rerun_advice(run) if config is not None and config.job == configs.CALLED_JOB else ""
+
+
+def restart_note(run: RunDir, attempt: int) -> str:
     """Return what a reader should know of a script in its second or a later attempt; empty for other runs.
 
-    Whether it goes on from a checkpoint of its own cannot be seen. One that does not ends as completed, too.
+    Whether it continues from a checkpoint of its own cannot be seen. One that does not ends as completed, too.
     """
     config = run_config.read(run) if attempt > 1 else None
-    if config is None or config.job != configs.FOREIGN_JOB:
+    if config is None or config.job != configs.SCRIPT_JOB:
         return ""
     # It is told, or it has the toolkit's checkpoints.
-    is_told = config.on_restart or any("TOOLKIT_ATTEMPT" in word for word in config.argv)
+    is_told = config.restart_args or any("TOOLKIT_ATTEMPT" in word for word in config.argv)
     if is_told or any(line.step_end is not None for line in run.attempts()):
         return ""
     return (
-        "a script that is started again goes on only if it looks for its own checkpoint; else it starts over, and ends "
-        "as completed, too. One that has to be told: `toolkit exec --on-restart '--resume {newest:ckpt/*.pt}' -- CMD`"
+        "a script that is started again continues only if it looks for its own checkpoint; else it starts over and "
+        "ends as completed. To tell it which: `toolkit exec --restart-args '--resume {newest:ckpt/*.pt}' -- CMD`"
     )
 
 
-def of_program(run: RunDir) -> str:
+def rerun_advice(run: RunDir) -> str:
     """Return how to start a run again that a program has started by calling ``toolkit.start()``."""
     return (
         "start its program again, as it was started before, with the run in its environment: "
@@ -150,7 +162,7 @@ def after_request(run: RunDir, how: str) -> str:
     if run.result() is not None or how == "cancel":
         return of(run, None if run.result() is not None else RunState.CANCELLED)
     program = situation_of(run).program
-    return f"when it has ended, {program or f'`toolkit resume {run.id}` goes on from there'}"
+    return f"when it has ended, {program or f'`toolkit resume {run.id}` continues from there'}"
 
 
 def of(run: RunDir, state: str | None = None) -> str:
@@ -181,7 +193,7 @@ def _mended_by(run: RunDir, config: JobConfig, last: AttemptRecord) -> str:
 def _has_loop(config: JobConfig, run: RunDir) -> bool:
     """True for a script or loop of the user's, which does not read ``train.accumulate``."""
     try:
-        return config.job == configs.FOREIGN_JOB or configs.is_loop(config.job, run.code)
+        return config.job == configs.SCRIPT_JOB or configs.is_loop(config.job, run.code)
     except ConfigError:
         return True
 
@@ -189,7 +201,7 @@ def _has_loop(config: JobConfig, run: RunDir) -> bool:
 def end_words(status: RunStatus, state: RunState, attempts: int) -> str:
     """Return how a run ended that was stopped or cancelled while it had no supervisor."""
     if status.state is RunState.REQUEUED:
-        return f"{state} while it waited to go on"
+        return f"{state} while it waited to continue"
     if attempts or (status.state is not None and not status.state.is_waiting):
         return f"{state} after its supervisor had ended"
     return f"{state} before it started"

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from toolkit.files.run_files import AttemptStatus, RunProgress, RunResult, RunState, Start
+from toolkit.files.run_files import AttemptStart, AttemptStatus, OutputFigures, RunProgress, RunResult, RunState
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.attempt.facts import RankFailure, Stop
+from toolkit.run.attempt.verdict import RankFailure, StopReason
 from toolkit.run.job.nodes import BadNode
 
 
@@ -25,22 +25,23 @@ class Attempt:
     number: int
     started: float
     plan: Allocation
-    start: Start | None = None  #: None for foreign scripts, which report nothing
+    start: AttemptStart | None = None  #: None for user scripts, which report nothing
     first_step: float | None = None  #: when the first step began, as closely as rank 0's reports tell
-    left_over: AttemptStatus | None = None  #: the status, if an earlier supervisor wrote it
+    interrupted: AttemptStatus | None = None  #: the status, if an earlier supervisor wrote it
     hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
-    stopped: set[int] = field(default_factory=set)  #: ranks that ended with the exit code of a stop
+    stopped: list[RankFailure] = field(default_factory=list)  #: ranks that ended with the exit code of a stop
     gone: set[int] = field(default_factory=set)  #: ranks that have ended
     finished: set[int] = field(default_factory=set)  #: those of them that ended with exit code 0
     lost_nodes: set[str] = field(default_factory=set)
     cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
     silent_nodes: set[str] = field(default_factory=set)  #: their agents have ended, and they may be dead
     progress: RunProgress = field(default_factory=RunProgress)  #: rank 0's latest report of the run
+    printed: OutputFigures = field(default_factory=OutputFigures)  #: read from a script's output
     heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, with their hosts
     has_begun: bool = False  #: a script's first rank has its log; it may never report
     result: RunResult | None = None  #: as rank 0 has delivered it
-    stop: Stop | None = None
+    stop: StopReason | None = None
     stop_asked: float | None = None
     vacated_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
     kill_at: float | None = None
@@ -58,7 +59,15 @@ class Attempt:
         plan = replace(allocation, hosts=status.nodes, tasks=status.tasks)
         started = time.time() if status.started is None else status.started
         ended = time.time() if status.updated is None else status.updated
-        return cls(status.attempt, started, plan, progress=status.progress, left_over=status, ended=ended)
+        return cls(
+            status.attempt,
+            started,
+            plan,
+            progress=status.progress,
+            printed=status.printed,
+            interrupted=status,
+            ended=ended,
+        )
 
     @cached_property
     def rank_hosts(self) -> list[str]:
@@ -76,7 +85,7 @@ class Attempt:
 
     # ------------------------------------------------------------------------------------------- while the ranks work
 
-    def note_heard(self, host: str, ranks: Iterable[int]) -> None:
+    def note_reported(self, host: str, ranks: Iterable[int]) -> None:
         self.heard |= dict.fromkeys(ranks, host)
 
     def note_begun(self) -> None:
@@ -97,15 +106,15 @@ class Attempt:
 
     # --------------------------------------------------------------------------------------------- stopping and killing
 
-    def ask_to_stop(self, stop: Stop) -> bool:
+    def note_stop(self, stop: StopReason) -> bool:
         """Take a reason for a stop; return whether the ranks are still to be asked.
 
         The first reason counts, but a user's request replaces any other, and any replaces a move.
         """
-        if self.stop in (None, Stop.MOVE):
+        if self.stop in (None, StopReason.MOVE):
             self.stop, self.stop_asked = stop, time.time()
             return True
-        if stop in (Stop.CANCEL, Stop.USER):
+        if stop in (StopReason.CANCEL, StopReason.USER):
             self.stop = stop
         return False
 
@@ -119,7 +128,7 @@ class Attempt:
             soon = time.monotonic() + wait_s
             self.kill_at = min(self.kill_at or soon, soon)
 
-    def spare_for(self, wait_s: float) -> None:
+    def kill_after(self, wait_s: float) -> None:
         """Have the ranks killed in ``wait_s``, and no earlier: each of a script's ranks may be saving."""
         if not self.killed:
             self.kill_at = time.monotonic() + wait_s
@@ -146,7 +155,7 @@ class Attempt:
         """Note the failures of ranks, or of what they need."""
         self.failures += failures
 
-    def explain(self, failures: Iterable[RankFailure]) -> None:
+    def replace_failures(self, failures: Iterable[RankFailure]) -> None:
         """Replace the failures by what is known of them by now."""
         self.failures = [*failures]
 
@@ -158,11 +167,17 @@ class Attempt:
         self.silent_nodes.add(host)
 
     def note_finished(self, ranks: Collection[int]) -> None:
-        self.note_gone(ranks)
+        self.note_exited(ranks)
         self.finished |= set(ranks)
 
-    def note_stopped(self, ranks: Collection[int]) -> None:
-        self.stopped |= set(ranks)
+    def note_stopped(self, *ranks: RankFailure) -> None:
+        """Note the ends of ranks that stopped. They are failures if no stop was asked for and other ranks failed."""
+        self.stopped += ranks
+
+    def explain_by_stopped(self) -> None:
+        """Count the first rank that stopped among the failures, if no stop was asked for. Others waited for it."""
+        if self.stop is None and self.failures:
+            self.fail(*self.stopped[:1])
 
     def forget_stopped(self) -> None:
         """Note that whether all ranks have stopped will never be known."""
@@ -179,7 +194,7 @@ class Attempt:
         # The ranks' clock measured the gain, and this node's the attempt's length; it may have been set meanwhile.
         self.step_saved, self.gained_s = step_saved, max(0.0, min(gained_s, self.ended - self.started))
 
-    def note_gone(self, ranks: Collection[int]) -> None:
+    def note_exited(self, ranks: Collection[int]) -> None:
         """Note that ``ranks`` have ended, with any exit code."""
         for rank in set(ranks) - self.gone:
             host = self.rank_hosts[rank]
@@ -199,13 +214,16 @@ class Attempt:
         running, lost = self._still_running, self.lost_nodes
         return bool(lost) and len(running) <= len(lost) and running.keys() <= lost
 
-    def hear_progress(self, progress: RunProgress) -> None:
+    def on_progress(self, progress: RunProgress) -> None:
         """Take rank 0's report of the run, which tells how long the loop has worked."""
         self.progress = progress
         if progress.spent:
             # The loop began that long ago by this node's clock. Reports arrive late, so the earliest such time is best.
             began = time.time() - sum(progress.spent.values())
             self.first_step = min(began, self.first_step or began)
+
+    def note_printed(self, printed: OutputFigures) -> None:
+        self.printed = printed
 
     @property
     def mean_step_s(self) -> float | None:

@@ -20,7 +20,7 @@ from toolkit.files import records
 from toolkit.files.records import MOMENT, JsonRecord
 from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import THEN_PRINTED, RankFailure
+from toolkit.run.attempt.verdict import THEN_PRINTED, RankFailure
 from toolkit.slurm.network import plain_address
 
 #: The most logs that are read, of the ranks that failed first.
@@ -31,6 +31,8 @@ MOST_LINES_AFTER = 20
 SHOWN = 200
 #: The exit code of a program that refuses its arguments: argparse's and click's.
 EXIT_USAGE = 2
+#: To it a shell adds the number of the signal that has ended a program.
+EXIT_SIGNAL = 128
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def is_consequence(how: str) -> bool:
 
 def read_error_files(folder: Path) -> list[RankFailure]:
     """Return what the ranks of an attempt wrote about their own ends."""
-    return [read_error_file(path) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
+    return [read_error_file(path) for path in fsio.entries(folder, "error-*.json") if _NAME.fullmatch(path.name)]
 
 
 def read_error_file(path: Path) -> RankFailure:
@@ -129,7 +131,7 @@ def read_error_file(path: Path) -> RankFailure:
         is_consequence=is_consequence(how),
         unreached=unreached,
         comes_again=report.exit_code == EXIT_REQUEST if report.comes_again is None else bool(report.comes_again),
-        where=tracebacks.place(traceback),
+        where=tracebacks.origin_frame(traceback),
     )
 
 
@@ -140,28 +142,39 @@ def _seconds(time: Any) -> float | None:
     return float(time) if MOMENT.fits(time) else None
 
 
-def explained(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list[RankFailure]:
+def complete_failures(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> list[RankFailure]:
     """Return the failures of an attempt, with what the logs tell. Write the error files of ranks that have none."""
     candidates = [
         failure
         for failure in sorted(attempt.failures, key=lambda failure: failure.time)
         if failure.rank is not None
         and failure.exit_code is not None
-        and not run.error_file(attempt.number, failure.rank).exists()
+        and not _is_there(run.error_file(attempt.number, failure.rank))
     ]
     explained_by_log = {}
     for failure in candidates[:MOST_LOGS]:
         assert failure.rank is not None
         with contextlib.suppress(OSError):  # a log that cannot be read tells nothing
             tail = tracebacks.tail_of_file(run.rank_log(attempt.number, failure.rank))
-            report = report_of(secret_values.masked_of(secrets, tracebacks.clean(tail)), failure.exit_code)
+            text = secret_values.masked_of(secrets, tracebacks.clean(tail))
+            report = error_from_log(text, failure.exit_code)
             if "traceback" in report:
                 where = {"rank": failure.rank, "host": failure.host, "time": failure.time}
                 fsio.write_json(run.error_file(attempt.number, failure.rank), {**where, **report})
             elif "message" in report:
                 how, comes_again = str(report["message"]), bool(report.get("comes_again"))
-                explained_by_log[failure.rank] = replace(failure, how=how, comes_again=comes_again)
+                # A shell ends so for a Python that a signal has ended.
+                place = tracebacks.signal_frame(text) if (failure.exit_code or 0) > EXIT_SIGNAL else None
+                explained_by_log[failure.rank] = replace(failure, how=how, comes_again=comes_again, where=place)
     return [each if each.rank is None else explained_by_log.get(each.rank, each) for each in attempt.failures]
+
+
+def _is_there(report: Path) -> bool:
+    """True also where the disk does not say: a rank's own report must not be replaced."""
+    try:
+        return fsio.is_there(report)
+    except OSError:
+        return True
 
 
 def exception_at_end(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) -> str:
@@ -169,13 +182,13 @@ def exception_at_end(run: RunDir, attempt: Attempt, secrets: Mapping[str, str]) 
     for rank in range(min(attempt.plan.world_size, MOST_LOGS)):
         with contextlib.suppress(OSError):
             tail = tracebacks.tail_of_file(run.rank_log(attempt.number, rank))
-            report = report_of(secret_values.masked_of(secrets, tracebacks.clean(tail)), 0)
+            report = error_from_log(secret_values.masked_of(secrets, tracebacks.clean(tail)), 0)
             if "traceback" in report and THEN_PRINTED not in str(report["message"]):
                 return f"the log of rank {rank} ends in {report['message']}"
     return ""
 
 
-def report_of(text: str, exit_code: int | None) -> dict[str, str | bool]:
+def error_from_log(text: str, exit_code: int | None) -> dict[str, str | bool]:
     """Return the part of an error file that a log's end tells about the end of its rank.
 
     It has ``traceback`` where the rank ended by an exception. Empty where nothing is known. The exception is the last

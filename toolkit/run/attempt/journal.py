@@ -10,24 +10,24 @@ from functools import cached_property
 from typing import Any
 
 from toolkit.base import logs
-from toolkit.base.errors import CheckpointError, DamagedFileError
+from toolkit.base.errors import DamagedFileError
 from toolkit.base.procfs import ProcessIdentity
 from toolkit.checkpoint.folder import newest_step
 from toolkit.files.run_files import (
     AttemptRecord,
+    AttemptStart,
     Efficiency,
     FirstFailure,
     JobUsage,
     RunResult,
     RunState,
     RunStatus,
-    Start,
 )
 from toolkit.files.rundir import RunDir
 from toolkit.metrics import goodput, start_up
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import Decision, Past, Verdict
+from toolkit.run.attempt.verdict import Decision, PastAttempt, Verdict
 from toolkit.run.job.nodes import Nodes
 from toolkit.slurm.jobs import JobRow
 
@@ -54,32 +54,34 @@ class Journal:
 
     def read(self) -> None:
         """Read what earlier supervisors have written. Later the shared folder may be out of reach for a while."""
-        self._number = self._run.next_attempt(self.lines) - 1
+        self._number = self._run.next_attempt(self.closed_attempts) - 1
 
     @cached_property
-    def lines(self) -> list[AttemptRecord]:
+    def closed_attempts(self) -> list[AttemptRecord]:
         """Return the closed attempts. They are read once: no other process adds one while this job has the run."""
         return self._run.attempts()
 
     @cached_property
     def _submit_s(self) -> float:
         """How long the submission took; 0 where that is unknown."""
-        sent = self._run.submission()
-        return 0.0 if sent is None else sent.took_s or 0.0
+        with contextlib.suppress(OSError):  # a file server may be away
+            sent = self._run.submission()
+            return 0.0 if sent is None else sent.took_s or 0.0
+        return 0.0
 
     def next_number(self) -> int:
         """Return the number of the attempt that begins now, one more each time."""
-        self._number = max(self._number + 1, self._run.next_attempt(self.lines))
+        self._number = max(self._number + 1, self._run.next_attempt(self.closed_attempts))
         return self._number
 
-    def begin(self, row: JobRow | None) -> Start:
+    def start_times(self, row: JobRow | None) -> AttemptStart:
         """Return the times that led to the attempt that begins now. Call it once for each. ``row`` is this job."""
-        now, earlier = time.time(), self.lines
+        now, earlier = time.time(), self.closed_attempts
         best = max((line.step_end or 0 for line in earlier), default=0)
         ended = earlier[-1].ended if earlier else None
         # A restart within the job has waited in no queue.
         if not self._is_first:
-            return Start(ended or now, None, 0.0, now, best)
+            return AttemptStart(ended or now, None, 0.0, now, best)
         self._is_first = False
         submitted, started = self._submitted, self._began
         # Slurm's times are those of the job; this process has started later.
@@ -87,13 +89,13 @@ class Journal:
             submitted, started = row.submit_time, row.start_time
         since = submitted if ended is None else ended
         ready = started if started >= since else self._began  # the job has had a supervisor before this one
-        return Start(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
+        return AttemptStart(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
 
     def _account(self, attempt: Attempt, until: float) -> dict[str, Any]:
         """Return the keys of a record that say where the time went up to ``until``; of a left-over attempt its own."""
         start = attempt.start
         if start is None:
-            left = attempt.left_over
+            left = attempt.interrupted
             if left is None:
                 return {}
             return {"submitted": left.submitted, "goodput": left.goodput, "start_up": left.start_up}
@@ -103,11 +105,11 @@ class Journal:
         more = {"start_up": start_up.as_json(parts)} if parts else {}
         return {"submitted": start.submitted, "goodput": goodput.as_json(ledger), **more}
 
-    def history(self) -> list[Past]:
+    def history(self) -> list[PastAttempt]:
         """Return the attempts since a user last started the run. A user who resumes it has fixed something."""
-        history: list[Past] = []
-        for line in self.lines:
-            past = Past(
+        history: list[PastAttempt] = []
+        for line in self.closed_attempts:
+            past = PastAttempt(
                 line.cause,
                 line.decision,
                 line.step_end,
@@ -126,12 +128,10 @@ class Journal:
 
     def note_gain(self, attempt: Attempt) -> None:
         """Note the newest checkpoint that an ended attempt leaves, and how many seconds it gained."""
-        step_saved = None
-        try:
-            step_saved = newest_step(self._run.checkpoints)
-        except CheckpointError as error:
-            log.warning("what attempt %d gained is not known: %s", attempt.number, error)
-        saved_before = max((line.step_saved or 0 for line in self.lines), default=0)
+        step_saved = newest_step(self._run.checkpoints)
+        if step_saved is None:  # their disk may be away: the next attempt must look for them, and not begin anew
+            step_saved = attempt.progress.step_saved
+        saved_before = max((line.step_saved or 0 for line in self.closed_attempts), default=0)
         attempt.note_gain(step_saved, goodput.gained_s(attempt.progress, step_saved or 0, saved_before))
 
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
@@ -140,8 +140,8 @@ class Journal:
         # A left-over attempt keeps the job id of the job that made it, as far as its status tells.
         job: dict[str, Any] = {"job_id": self._allocation.job_id, "restart_count": self._allocation.restart_count}
         reached = attempt.progress.step
-        if attempt.left_over is not None:
-            job = {"job_id": attempt.left_over.job_id, "restart_count": attempt.left_over.restart_count}
+        if attempt.interrupted is not None:
+            job = {"job_id": attempt.interrupted.job_id, "restart_count": attempt.interrupted.restart_count}
             # The last status of a dead supervisor may be older than the last checkpoint.
             reached = None if reached is None else max(reached, attempt.step_saved or 0)
         line = AttemptRecord(
@@ -167,14 +167,14 @@ class Journal:
             code=self._run.code_number,
             **self._account(attempt, attempt.ended),
         )
-        lines = self.lines  # read before the line is in the file
+        lines = self.closed_attempts  # read before the line is in the file
         self._run.add_attempt(line)
         lines.append(line)
 
     def write_result(self, attempt: Attempt, state: RunState, why: str, efficiency: Efficiency | None) -> None:
-        now, lines = time.time(), self.lines
+        now, lines = time.time(), self.closed_attempts
         at = attempt.progress if attempt.result is None else attempt.result  # rank 0's own result wins
-        ledgers, ended = [line.goodput for line in lines], now - goodput.away_s(lines)
+        ledgers, ended = [line.goodput for line in lines], now - goodput.ended_gap_s(lines)
         result = RunResult(
             state,
             len(lines),
@@ -191,12 +191,13 @@ class Journal:
 
     def announce(self) -> None:
         """Note in the status that this supervisor has the run now. What an earlier one has left on nodes then ends."""
-        status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
+            status = self._run.status()
             if status.state is not None:
                 self._run.write_status(status.replace(**self._who, updated=time.time()))
 
-    def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> None:
+    def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> bool:
+        """Write the status; return whether that worked."""
         if self.usage is not None:
             more["usage"] = self.usage
         if self.staging:
@@ -212,12 +213,13 @@ class Journal:
             tasks=attempt.plan.tasks,
             world_size=attempt.plan.world_size,
             bad_nodes={host: bad.why for host, bad in self._nodes.bad.items()},
-            ailing_nodes={host: ailing.why for host, ailing in self._nodes.ailing.items()},
+            degraded_nodes={host: degraded.why for host, degraded in self._nodes.degraded.items()},
             started=attempt.started,
             start=attempt.start,
             updated=time.time(),
             stop=attempt.stop,
             progress=attempt.progress,
+            printed=attempt.printed,
             **self._who,
             **self._account(attempt, attempt.ended or time.time()),
             **more,
@@ -225,14 +227,15 @@ class Journal:
         # A disk that fails for a moment must not end the run. It is logged once, not at each status.
         try:
             self._run.write_status(status)
-        except OSError as error:  # the next one is half a second away
+        except OSError as error:  # the next one is seconds away
             if self._unwritten is None:
                 log.error("%s: the status cannot be written: %s", self._run.path, error)
             self._unwritten = self._unwritten or error
-            return
+            return False
         if self._unwritten is not None:  # logged again: a log on the same disk could not take the line above
             log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
             self._unwritten = None
+        return True
 
 
 def write_ended(run: RunDir, state: RunState, why: str) -> None:

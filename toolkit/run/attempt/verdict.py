@@ -10,13 +10,176 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import takewhile
 
 from toolkit.base.errors import EXIT_STOPPED
 from toolkit.devices.kinds import DEVICE_OUT_OF_MEMORY, OF_DEVICES
-from toolkit.run.attempt.facts import Cause, Decision, Facts, Past, RankFailure, Stop, Verdict, first_failure
-from toolkit.run.job.slurm_job import JobFate
+from toolkit.files.run_files import FirstFailure
+from toolkit.run.job.slurm_job import JobOutcome
+
+
+class Cause(StrEnum):
+    """Why an attempt ended."""
+
+    COMPLETED = "completed"
+    MOVED = "moved"
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
+    NODE_FAILURE = "node_failure"
+    HANG = "hang"
+    CANCELLED = "cancelled"
+
+
+class Decision(StrEnum):
+    """What happens next."""
+
+    FINISH = "finish"
+    REQUEUE = "requeue"
+    RESTART = "restart"
+    GIVE_UP = "give_up"
+
+
+#: Behind an exception that a script may have caught: what it printed after that.
+THEN_PRINTED = "; then it printed: "
+
+
+class StopReason(StrEnum):
+    """Why the supervisor ended the ranks, or asked them to stop."""
+
+    CANCEL = "cancel"  #: `toolkit cancel`
+    USER = "user"  #: `toolkit stop`, or without Slurm any signal, such as Ctrl-C
+    CLOCK = "clock"  #: the time limit is near
+    MOVE = "move"  #: a spare node is to replace one that is drained or sick
+    SIGNAL = "signal"  #: TERM, USR1 or USR2, from Slurm, a site or a user; the row may say why
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank that did not end well. srun, the kernel or the rank itself has reported it.
+
+    ``how`` is ``killed by SIGKILL``, ``exit code 1`` or an exception's type and message; ``time`` is in seconds since
+    the epoch.
+    """
+
+    rank: int | None
+    host: str
+    how: str
+    time: float
+    by_signal: bool = False
+    traceback: str = ""
+    out_of_memory: bool = False
+    comes_again: bool = False  #: a wrong config, missing data, or the job's own code: no restart helps
+    where: str | None = None  #: ``train.py:42 in forward``: the frame from which its exception comes
+    at_launch: bool = False  #: Slurm could not start it, or its node cannot import torch
+    blames_node: bool = False  #: a device, driver or network error of the node, or an end before the first report
+    exit_code: int | None = None  #: of an end that the rank itself has not explained
+    is_consequence: bool = False  #: its own words say that another process ended first
+    unreached: str | None = None  #: the address to which it could not connect, where its error names one
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The part of the config's ``retry`` section that is judged here."""
+
+    max_failures: int = 4
+    max_requeues: int = 100
+    no_progress_attempts: int = 2
+
+
+@dataclass(frozen=True)
+class PastAttempt:
+    """An earlier attempt: how it ended, and the highest step that it reached.
+
+    ``step_end`` is None if it reached none.
+    """
+
+    cause: str
+    decision: str
+    step_end: int | None
+    suspect: str | None = None  #: the node that may have been to blame; after a node failure, the one that was
+    step_start: int | None = None
+    step_saved: int | None = None  #: the newest checkpoint after it
+    failure: FirstFailure | None = None  #: what ended it
+    gained_s: float = 0.0  #: in steps that it saved and no earlier attempt had saved, see `goodput.gained_s`
+    lost_s: float = 0.0  #: the rest of its time: start-up, waiting in a hang, unsaved steps
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that the verdict may depend on."""
+
+    exit_code: int
+    failures: tuple[RankFailure, ...] = ()
+    stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and what they had made is saved
+    stop: StopReason | None = None
+    killed_after_s: float | None = None  #: from the request to stop to SIGKILL
+    vacated_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
+    slurm: JobOutcome = JobOutcome.ABSENT
+    lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers
+    can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
+    condemned: str | None = None  #: the node excluded because of this attempt; only if enough others are left
+    hang: RankFailure | None = None  #: the rank that all waited for when the attempt was ended for lack of progress
+    cut_links: Sequence[tuple[str, str]] = ()  #: pairs of nodes: the first could not connect to the second
+    hosts: Sequence[str] = ()  #: the attempt's nodes, the batch host first if it is among them
+    step_start: int | None = None
+    step_end: int | None = None
+    step_saved: int | None = None  #: this and the next two are as in `Past`
+    gained_s: float = 0.0
+    lost_s: float = 0.0
+    has_result: bool = False  #: rank 0 has delivered the run's result
+    is_script: bool = False  #: a script without the toolkit: no result, and no steps to measure progress by
+    history: Sequence[PastAttempt] = ()
+    budgets: Budgets = Budgets()
+
+    def as_past(self) -> PastAttempt:
+        """Return this attempt as later ones see it. Its cause and decision are not known yet."""
+        return PastAttempt(
+            "now",
+            "",
+            self.step_end,
+            step_start=self.step_start,
+            step_saved=self.step_saved,
+            gained_s=self.gained_s,
+            lost_s=self.lost_s,
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict, with one line for a reader."""
+
+    cause: Cause
+    decision: Decision
+    line: str
+    first_failure: RankFailure | None = None
+    suspect: str | None = None  #: the node that may be to blame
+
+
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
+    """Return the failure that caused the others.
+
+    A rank that dies takes its peers with it: their collectives raise within milliseconds, often before the death is
+    reported. So a rank that could not be started comes first, then one that a signal killed, a device error, the
+    earliest exception, the earliest bare exit code, the earliest exception about another process that has ended.
+    """
+
+    def order(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, float]:
+        return (
+            not failure.at_launch,
+            not failure.by_signal,
+            not failure.blames_node,
+            failure.is_consequence,
+            not failure.traceback,
+            failure.time,
+        )
+
+    return min(failures, key=order, default=None)
+
 
 #: A verdict's line names at most this many connections that could not be made.
 MOST_LINKS = 4
@@ -30,20 +193,20 @@ def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
     """
     unfit = {failure.host for failure in facts.failures if failure.at_launch and failure.rank is not None}
     is_common = len(unfit) > len({*hosts}) / 2
-    is_hopeless = fruitless_requeues(facts.history) >= MAX_FRUITLESS_REQUEUES
+    is_hopeless = bad_node_requeues(facts.history) >= MAX_FRUITLESS_REQUEUES
     return set() if is_common or is_hopeless or not _is_left_alone(facts) else unfit
 
 
 def has_completed(facts: Facts) -> bool:
     """True if rank 0 has delivered the result and every rank ended with 0.
 
-    Exit codes alone say little: srun ends with 0 after ``task 0 launch failed``. A foreign script delivers no result.
+    Exit codes alone say little: srun ends with 0 after ``task 0 launch failed``. A user script delivers no result.
     It has completed if all its ranks ended with 0 and nothing had told it to end: a script that saves and exits with 0
     at SIGTERM has more to do.
     """
     if facts.failures or facts.stopped_cleanly or facts.lost_nodes:
         return False
-    if facts.is_foreign:
+    if facts.is_script:
         return facts.exit_code == 0 and _is_left_alone(facts)
     return facts.has_result and facts.exit_code == 0
 
@@ -53,47 +216,47 @@ def judge(facts: Facts) -> Verdict:
     if has_completed(facts):
         return Verdict(Cause.COMPLETED, Decision.FINISH, "completed")
     # First what people asked for, then what Slurm did to the job, then what the ranks did.
-    if facts.stop is Stop.CANCEL or facts.slurm is JobFate.CANCELLED:
+    if facts.stop is StopReason.CANCEL or facts.slurm is JobOutcome.CANCELLED:
         return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
-    if facts.stop is Stop.USER:
+    if facts.stop is StopReason.USER:
         # Nothing starts a script again that was stopped.
-        is_known = not facts.is_foreign or facts.stopped_cleanly or facts.killed_after_s is not None
+        is_known = not facts.is_script or facts.stopped_cleanly or facts.killed_after_s is not None
         kept = f"; {_kept(facts)}" if is_known else ""
         return Verdict(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}{kept}")
     # Slurm has taken the job back, or a lost node cannot be replaced within it. That is not worth it in a job that is
     # about to be taken away.
     is_mendable = facts.can_go_on and _is_left_alone(facts)
-    if facts.slurm in (JobFate.REQUEUED, JobFate.NODE_FAILED) or (facts.lost_nodes and not is_mendable):
-        if facts.lost_nodes or facts.slurm is JobFate.NODE_FAILED:
+    if facts.slurm in (JobOutcome.REQUEUED, JobOutcome.NODE_FAILED) or (facts.lost_nodes and not is_mendable):
+        if facts.lost_nodes or facts.slurm is JobOutcome.NODE_FAILED:
             return _requeue(facts, Cause.NODE_FAILURE, f"{_loss(facts)}; {_kept(facts)}")
         return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
-    if facts.slurm is JobFate.PREEMPTED:
+    if facts.slurm is JobOutcome.PREEMPTED:
         return _requeue(facts, Cause.PREEMPTED, f"preempted{_at(facts)}; {_kept(facts)}")
-    if facts.slurm is JobFate.TIMEOUT or facts.stop is Stop.CLOCK:
+    if facts.slurm is JobOutcome.TIMEOUT or facts.stop is StopReason.CLOCK:
         return _judge_timeout(facts)
     # Slurm leaves the job alone. A lost node is replaced from within the job.
     if facts.lost_nodes:
         line = f"{_loss(facts)}; {_kept(facts)}, on other nodes of the job"
         return Verdict(Cause.NODE_FAILURE, Decision.RESTART, line, first_failure(facts.failures))
     # The ranks committed a checkpoint and stopped: to move, or because a signal reached them.
-    if facts.stopped_cleanly and facts.stop is Stop.MOVE:
+    if facts.stopped_cleanly and facts.stop is StopReason.MOVE:
         line = f"moved off {'; '.join(facts.vacated_nodes)}; stopped{_at(facts)}, {_kept(facts)}"
         return Verdict(Cause.MOVED, Decision.RESTART, line)
     if facts.stopped_cleanly:
         # A signal at a rank, of unknown reason: the run is not finished. Without Slurm it ends here.
         line = f"stopped by a signal{_at(facts)}; {_kept(facts)}"
-        if facts.slurm is JobFate.ABSENT:
+        if facts.slurm is JobOutcome.ABSENT:
             return Verdict(Cause.STOPPED, Decision.FINISH, line)
         return _requeue(facts, Cause.STOPPED, line)
     # Told to end, but without a stop that all ranks have committed.
-    if facts.stop is Stop.SIGNAL:
+    if facts.stop is StopReason.SIGNAL:
         return _judge_told_to_end(facts)
     return _judge_fault(facts)
 
 
 def _is_left_alone(facts: Facts) -> bool:
     """True if no request ends the run, nor does Slurm, as far as it answers."""
-    return facts.stop in (None, Stop.MOVE) and facts.slurm.is_left_alone
+    return facts.stop in (None, StopReason.MOVE) and facts.slurm.is_left_alone
 
 
 def _loss(facts: Facts) -> str:
@@ -117,9 +280,9 @@ def _judge_told_to_end(facts: Facts) -> Verdict:
 
     After a preemption Slurm restarts the job itself, and the restarted job finds this run.
     """
-    if facts.slurm is JobFate.RUNNING:
-        return _requeue(facts, Cause.STOPPED, f"told to end by a signal{_at(facts)}; {_kept(facts)}")
-    return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"told to end by SIGTERM{_at(facts)}")
+    if facts.slurm is JobOutcome.RUNNING:
+        return _requeue(facts, Cause.STOPPED, f"asked to stop by a signal{_at(facts)}; {_kept(facts)}")
+    return Verdict(Cause.CANCELLED, Decision.GIVE_UP, f"asked to stop by SIGTERM{_at(facts)}")
 
 
 def _judge_fault(facts: Facts) -> Verdict:
@@ -132,8 +295,8 @@ def _judge_fault(facts: Facts) -> Verdict:
         return Verdict(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.comes_again:
         return Verdict(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
-    if first is not None and came_again(facts, first):
-        line = f"{what}; given up: the attempt before ended with the same error at the same line, and no step between"
+    if first is not None and is_repeated(facts, first):
+        line = f"{what}; given up: the previous attempt ended with the same error at the same line, and no step between"
         return Verdict(Cause.CRASHED, Decision.GIVE_UP, line, first)
     # The node that may be to blame. Who sent a signal, or why a device failed or is waited for, is unknown.
     suspect = _cut_off(facts)
@@ -141,12 +304,12 @@ def _judge_fault(facts: Facts) -> Verdict:
         suspect = first.host if first.by_signal or first.blames_node or first.at_launch else None
     # A failure that a condemned node explains is not the run's: it costs no budget.
     if facts.condemned is not None and _is_first_to_blame(facts):
-        line = f"{what}; node {facts.condemned} is to blame: {_kept(facts)}, on other nodes of the job"
+        line = f"{what}; caused by node {facts.condemned}: {_kept(facts)}, on other nodes of the job"
         return Verdict(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
     if facts.budgets.max_failures == 0:
         return Verdict(cause, Decision.GIVE_UP, f"{what}; given up (retry.max_failures: 0)", first, suspect)
     # Now the run's own budgets: failures that cost more than they gained, then attempts without progress.
-    count, since = count_failures(facts)
+    count, since = count_costly_failures(facts)
     limit, after = facts.budgets.max_failures, "" if since is None else f" since step {since}"
     if count > limit:
         line = f"{what}; given up after {count} failures{after} (retry.max_failures: {limit})"
@@ -185,7 +348,7 @@ def _less_memory(facts: Facts, first: RankFailure | None) -> str:
     if first is None or not DEVICE_OUT_OF_MEMORY.search(first.how):
         return "give it more (cluster.mem_gb) or less to hold"
     advice = "give the GPU less to hold: a smaller batch, or weights on more GPUs"
-    return advice if facts.is_foreign else f"{advice} (strategy.name: fsdp)"
+    return advice if facts.is_script else f"{advice} (strategy.name: fsdp)"
 
 
 def _cut_off(facts: Facts) -> str | None:
@@ -221,9 +384,11 @@ def _requeue(facts: Facts, cause: Cause, line: str) -> Verdict:
     )
 
 
-def requeue_within(limit: int, history: Sequence[Past], cause: Cause, line: str, gained_s: float = 0.0) -> Verdict:
+def requeue_within(
+    limit: int, history: Sequence[PastAttempt], cause: Cause, line: str, gained_s: float = 0.0
+) -> Verdict:
     """Requeue the job after an attempt that saved steps of ``gained_s``; give up where ``limit`` allows no more."""
-    before = requeues_in_vain(history)
+    before = requeues_without_save(history)
     if limit == 0:
         line = f"{line}; given up (retry.max_requeues: 0)"
     elif gained_s == 0.0 and before >= limit:
@@ -238,17 +403,17 @@ def _at(facts: Facts) -> str:
 
 
 def _kept(facts: Facts) -> str:
-    if facts.is_foreign and facts.killed_after_s is not None:
+    if facts.is_script and facts.killed_after_s is not None:
         words = f"killed {facts.killed_after_s:.0f} s after SIGTERM: what it was saving may be incomplete"
-        is_reserved = facts.stop in (Stop.USER, Stop.CLOCK)
-        return f"{words} (cluster.signal_delay_s gives it more time)" if is_reserved else words
-    if facts.is_foreign:  # its checkpoints are not known
+        is_reserved = facts.stop in (StopReason.USER, StopReason.CLOCK)
+        return f"{words} (cluster.save_before_limit_s gives it more time)" if is_reserved else words
+    if facts.is_script:  # its checkpoints are not known
         return "by its exit code it has saved" if facts.stopped_cleanly else "the script is started again"
     if facts.stopped_cleanly and facts.step_end == 0:
         return "no step was made before that"
     if facts.stopped_cleanly:
-        return "committed, nothing is lost"
-    return "no checkpoint was found on disk" if facts.step_saved is None else "goes on from the last checkpoint"
+        return "checkpoint saved"
+    return "no checkpoint was found on disk" if facts.step_saved is None else "continues from the last checkpoint"
 
 
 def _describe(failure: RankFailure) -> str:
@@ -270,16 +435,16 @@ SHORT_SHARE = 0.1
 OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
 
 
-def fruitless_requeues(history: Sequence[Past]) -> int:
+def bad_node_requeues(history: Sequence[PastAttempt]) -> int:
     """Count the latest attempts that were requeued for bad nodes before their first step."""
 
-    def is_fruitless(past: Past) -> bool:
+    def is_fruitless(past: PastAttempt) -> bool:
         return past.step_end is None and past.cause == Cause.NODE_FAILURE and past.decision == Decision.REQUEUE
 
     return sum(1 for _ in takewhile(is_fruitless, reversed(history)))
 
 
-def count_failures(facts: Facts) -> tuple[int, int | None]:
+def count_costly_failures(facts: Facts) -> tuple[int, int | None]:
     """Count the failures that cost more than they gained, since the last reset.
 
     An attempt that gained more time than it lost is free. The count is reset while the run has gained more time than
@@ -315,7 +480,7 @@ def count_failures(facts: Facts) -> tuple[int, int | None]:
     return count, since
 
 
-def _own_faults(facts: Facts) -> list[Past]:
+def _own_faults(facts: Facts) -> list[PastAttempt]:
     """Return the past attempts that count against ``retry``: those for which no node was condemned later."""
     own, condemned = [], set[str | None]()
     # Backwards, so that a later verdict on a node is known when its earlier failures come up.
@@ -327,13 +492,13 @@ def _own_faults(facts: Facts) -> list[Past]:
     return own
 
 
-def requeues_in_vain(history: Sequence[Past]) -> int:
+def requeues_without_save(history: Sequence[PastAttempt]) -> int:
     """Count the requeues since the run last saved a new step."""
     in_vain = takewhile(lambda past: past.gained_s == 0.0, reversed(history))
     return sum(past.decision == Decision.REQUEUE for past in in_vain)
 
 
-def best_step(history: Sequence[Past]) -> int:
+def best_step(history: Sequence[PastAttempt]) -> int:
     return max((past.step_end or 0 for past in history), default=0)
 
 
@@ -345,7 +510,7 @@ def attempts_without_progress(facts: Facts) -> int:
     back at the step of the one before. `count_failures` counts those. An attempt that was taken away (a preemption,
     a stop, a node) says nothing about the run.
     """
-    if facts.is_foreign:
+    if facts.is_script:
         return 0
     attempts = [*facts.history, facts.as_past()]
     own = {id(past) for past in _own_faults(facts)}
@@ -380,12 +545,12 @@ SHORT_S = 300.0
 def has_worked(facts: Facts) -> bool:
     """True if the run has made a step, or as a script has worked for a while, in this attempt or an earlier one."""
     attempts = [*facts.history, facts.as_past()]
-    if facts.is_foreign:
+    if facts.is_script:
         return any(past.gained_s + past.lost_s >= SHORT_S for past in attempts)
     return facts.step_saved is not None or any((past.step_end or 0) > (past.step_start or 0) for past in attempts)
 
 
-def came_again(facts: Facts, first: RankFailure) -> bool:
+def is_repeated(facts: Facts, first: RankFailure) -> bool:
     """True if the attempt before ended with the same exception at the same line, and no step was made between.
 
     A further attempt would end so, too. Errors that may be chance have the budgets of ``retry`` instead.
@@ -395,20 +560,20 @@ def came_again(facts: Facts, first: RankFailure) -> bool:
         return False
     is_same = first.where == before.failure.where
     is_same &= _VARIES.sub("", first.how) == _VARIES.sub("", before.failure.how)
-    if not is_same or may_be_chance(first.how):
+    if not is_same or is_transient(first.how):
         return False
-    if facts.is_foreign:
+    if facts.is_script:
         return max(facts.gained_s + facts.lost_s, before.gained_s + before.lost_s) < SHORT_S
     there, now = _place(before), _place(facts.as_past())
     return _is_same_place(there, now, best=0) and (now or 0) <= (there or 0)
 
 
-def may_be_chance(how: str) -> bool:
+def is_transient(how: str) -> bool:
     """True for an error that names the network, a device or the system."""
     return _CHANCE.search(how) is not None
 
 
-def _place(past: Past) -> int | None:
+def _place(past: PastAttempt) -> int | None:
     """Return the step after which the attempt ended; None if its state was never loaded."""
     return past.step_start if past.step_end is None else past.step_end
 

@@ -54,10 +54,10 @@ class Nodes:
         """
         self._run, self._allocation, self._allow_fewer = run, allocation, allow_fewer
         self._shapes = allocation.shapes
-        self._wanted = allocation.without(spare).hosts
+        self._wanted = allocation.without_spares(spare).hosts
         self.out: dict[str, str] = {}  #: the nodes that this job does not use any more, each with the reason
         self.bad = remembered(run)  #: every node of this run that was found bad, also by earlier jobs
-        self._ailing: dict[str, BadNode] = {}
+        self._degraded: dict[str, BadNode] = {}
         self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
         #: Nodes that are only used where no others are: slow ones, and those that have ended attempts of other runs.
         self._doubtful = {host: why for host, why in (doubtful or {}).items() if host in allocation.hosts}
@@ -65,9 +65,9 @@ class Nodes:
             log.warning("node %s %s", host, why)
 
     @property
-    def ailing(self) -> Mapping[str, BadNode]:
+    def degraded(self) -> Mapping[str, BadNode]:
         """The nodes that are in use, or spare, and have something wrong with them."""
-        return {host: ailing for host, ailing in self._ailing.items() if host not in self.out}
+        return {host: degraded for host, degraded in self._degraded.items() if host not in self.out}
 
     def dispensable(self, hosts: Collection[str]) -> set[str]:
         """Return those of ``hosts`` of which any one could be lost, and the run continue in this job."""
@@ -87,7 +87,7 @@ class Nodes:
         A node that stays keeps its place: the state of its ranks is in its memory.
         """
         # Suspicious ones come last, but are better than none. Of the others, those that are in use stay.
-        suspicious, placed = {*self.bad, *self._ailing, *self._doubtful}, {*self._placed}
+        suspicious, placed = {*self.bad, *self._degraded, *self._doubtful}, {*self._placed}
         usable = sorted(self._usable(), key=lambda host: (host in suspicious, host not in placed))
         if not self._is_enough(usable):
             return None
@@ -135,23 +135,23 @@ class Nodes:
         """Return the number of nodes of each shape. That of a node of an earlier job is not known."""
         return Counter(self._shapes.get(host) for host in hosts)
 
-    def given_up(self, since: float) -> set[str]:
+    def newly_bad(self, since: float) -> set[str]:
         """Return the nodes that another node has found bad since then. This node may be one, if it was cut off."""
         return {host for host, bad in remembered(self._run).items() if bad.since > since}
 
     def note(self, *, sick: Mapping[str, str], drained: Mapping[str, str]) -> None:
         """Note what is wrong with which nodes at this moment. A new problem is logged once."""
-        before, now = self._ailing, time.time()
-        self._ailing = {}
+        before, now = self._degraded, time.time()
+        self._degraded = {}
         for host, what in sick.items():
-            self._ailing[host] = BadNode(what, now)
+            self._degraded[host] = BadNode(what, now)
         for host, why in drained.items():
-            self._ailing[host] = BadNode(f"drained: {why}", now, is_drained=True)
-        for host, ailing in self.ailing.items():
-            if host not in before or before[host].why != ailing.why:
-                log.warning("node %s: %s", host, ailing.why)
+            self._degraded[host] = BadNode(f"drained: {why}", now, is_drained=True)
+        for host, degraded in self.degraded.items():
+            if host not in before or before[host].why != degraded.why:
+                log.warning("node %s: %s", host, degraded.why)
 
-    def to_leave(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
+    def replaceable(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
         """Return the faulty nodes at work that spares without a fault can replace, each with its fault.
 
         ``heard`` are the nodes with live agents. A drained batch host is not given up: the job keeps it to its end,
@@ -159,27 +159,27 @@ class Nodes:
         """
         spares = ({*self._usable()} & {*heard}).difference(at_work)
         # A doubtful one is better than one that Slurm takes away, or that is sick.
-        good = self._count(host for host in spares if host not in self.bad and host not in self._ailing)
-        in_use, leaving = self.ailing, dict[str, BadNode]()
+        good = self._count(host for host in spares if host not in self.bad and host not in self._degraded)
+        in_use, leaving = self.degraded, dict[str, BadNode]()
         for host in at_work:
-            ailing = in_use.get(host)
-            if ailing is None or (ailing.is_drained and host == self._allocation.hosts[0]):
+            degraded = in_use.get(host)
+            if degraded is None or (degraded.is_drained and host == self._allocation.hosts[0]):
                 continue
             # No more nodes leave than there are good spares of their shape.
             if good[self._shapes[host]] > 0:
                 good[self._shapes[host]] -= 1
-                leaving[host] = ailing
+                leaving[host] = degraded
         return leaving
 
     def condemn(self, host: str, why: str, *, is_drained: bool = False) -> None:
         """Exclude ``host`` from this job, and remember it in the run."""
         if host not in self.out:
-            log.warning("node %s is not used any more: %s", host, why)
+            log.warning("node %s is no longer used: %s", host, why)
         self.out[host] = why
         self._remember(host, why, is_drained=is_drained)
 
     def suspect(self, host: str, count: int) -> bool:
-        """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and other nodes go on."""
+        """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now and others continue."""
         if count < SUSPICIONS_TO_CONDEMN or host in self.out:
             return False
         why = f"ended {count} attempts"
@@ -196,7 +196,7 @@ class Nodes:
         try:
             remember(self._run, host, why, is_drained=is_drained)
         except (OSError, DamagedFileError) as error:  # a full disk: this job knows it all the same
-            log.error("%s: %s is not noted: %s", _path(self._run), host, error)
+            log.error("%s: %s is not recorded: %s", _path(self._run), host, error)
 
 
 def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The job as Slurm sees it: its state and its fate, its time limit, and the site's settings."""
+"""The job as Slurm sees it: its state and its outcome, its time limit, and the site's settings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 
-from toolkit.base import logs, outages
+from toolkit.base import hostlist, logs, outages
 from toolkit.base.process_limits import limits
 from toolkit.nodes.allocation import Allocation
 from toolkit.slurm.commands import Settings, SlurmCommands, settings_of
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import TIMEOUT_S, unreachable
+from toolkit.slurm.states import Phase, phase
 
 log = logs.get(__name__)
 
 
-class JobFate(StrEnum):
+class JobOutcome(StrEnum):
     """How Slurm sees the job when its ranks have ended."""
 
     ABSENT = "absent"  #: no Slurm: local processes
@@ -35,25 +36,24 @@ class JobFate(StrEnum):
     @property
     def is_left_alone(self) -> bool:
         """True if Slurm is not ending the job, as far as is known."""
-        return self in (JobFate.RUNNING, JobFate.UNKNOWN, JobFate.ABSENT)
+        return self in (JobOutcome.RUNNING, JobOutcome.UNKNOWN, JobOutcome.ABSENT)
 
 
 _BY_STATE = {
-    "PREEMPTED": JobFate.PREEMPTED,
-    "TIMEOUT": JobFate.TIMEOUT,
-    "DEADLINE": JobFate.TIMEOUT,
-    "NODE_FAIL": JobFate.NODE_FAILED,
-    "BOOT_FAIL": JobFate.NODE_FAILED,
-    "REQUEUED": JobFate.REQUEUED,
-    "PENDING": JobFate.REQUEUED,
+    "PREEMPTED": JobOutcome.PREEMPTED,
+    "TIMEOUT": JobOutcome.TIMEOUT,
+    "DEADLINE": JobOutcome.TIMEOUT,
+    "NODE_FAIL": JobOutcome.NODE_FAILED,
+    "BOOT_FAIL": JobOutcome.NODE_FAILED,
+    "REVOKED": JobOutcome.RUNNING,  #: on another cluster of the federation
 }
 #: States in which nothing ends the job yet, except the grace time of a preemption.
-RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
+RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING", "POWER_UP_NODE")
 #: Slurm's times are whole seconds, and a preemption's two times are taken one after the other.
 SAME_MOMENT_S = 1.5
 
 
-def fate_of_row(row: JobRow | None, restart_count: int) -> JobFate:
+def outcome_of_row(row: JobRow | None, restart_count: int) -> JobOutcome:
     """Return how Slurm sees the job, by one row.
 
     ``restart_count`` is the one that this job was started with. A preempted job stays RUNNING through its grace time
@@ -63,20 +63,24 @@ def fate_of_row(row: JobRow | None, restart_count: int) -> JobFate:
     of several components is requeued if all of them are.
     """
     if row is None:
-        return JobFate.UNKNOWN
+        return JobOutcome.UNKNOWN
     # The order matters: the row of a next start, then plain states, then COMPLETING by its times.
     if row.restarts > restart_count:
-        return JobFate.NODE_FAILED if row.is_half_requeued else JobFate.REQUEUED
+        return JobOutcome.NODE_FAILED if row.is_half_requeued else JobOutcome.REQUEUED
     if row.state in RUNNING_STATES:
-        return JobFate.RUNNING if row.preempt_time is None else JobFate.PREEMPTED
+        return JobOutcome.RUNNING if row.preempt_time is None else JobOutcome.PREEMPTED
     if row.state in _BY_STATE:
         return _BY_STATE[row.state]
+    # In the queue, also where Slurm or a user holds it there; a state of a newer Slurm says nothing.
+    known = phase(row.state)
+    if known in (Phase.PENDING, Phase.UNKNOWN):
+        return JobOutcome.REQUEUED if known is Phase.PENDING else JobOutcome.UNKNOWN
     if row.preempt_time is not None and (row.end_time or 0.0) - row.preempt_time <= SAME_MOMENT_S:
-        return JobFate.PREEMPTED
+        return JobOutcome.PREEMPTED
     is_timeout = row.reason == "TimeLimit"
     if row.end_time is not None and row.start_time is not None and row.time_limit_s is not None:
         is_timeout |= row.end_time - row.start_time >= row.time_limit_s
-    return JobFate.TIMEOUT if is_timeout else JobFate.CANCELLED
+    return JobOutcome.TIMEOUT if is_timeout else JobOutcome.CANCELLED
 
 
 #: Clocks that differ by less count as equal: Slurm tells whole seconds, and asking takes time, too.
@@ -93,10 +97,11 @@ class SlurmJob:
     A run without Slurm has a SlurmJob as well, of which nothing is ever known.
     """
 
-    def __init__(self, slurm: SlurmCommands | None, allocation: Allocation, signal_delay_s: float) -> None:
-        """Take the job. Slurm sends SIGUSR2 ``signal_delay_s`` before the limit; 0 for never."""
-        self.slurm, self._allocation, self._signal_delay_s = slurm, allocation, signal_delay_s
+    def __init__(self, slurm: SlurmCommands | None, allocation: Allocation, save_before_limit_s: float) -> None:
+        """Take the job. Slurm sends SIGUSR2 ``save_before_limit_s`` before the limit; 0 for never."""
+        self.slurm, self._allocation, self._signal_delay_s = slurm, allocation, save_before_limit_s
         self.row: JobRow | None = None
+        self._judged: JobRow | None = None  #: that of the last answer of `state`
         self.settings = Settings()
         self._ahead_s = 0.0  #: ahead of the controller's clock, by which a job's times are
         self._has_its_signal = False
@@ -117,7 +122,7 @@ class SlurmJob:
 
     def _ask_about_site(self) -> None:
         if self.slurm is not None:
-            clock = outages.ask(self.slurm.clock, "Slurm does not say what time it is", wait_s=0.0)
+            clock = outages.retry_slurm(self.slurm.clock, "Slurm does not report its time", wait_s=0.0)
             self._ahead_s = 0.0 if clock is None else time.time() - clock
             if abs(self._ahead_s) > CLOCKS_AGREE_S:
                 log.warning("this node's clock is %.0f s ahead of the controller's", self._ahead_s)
@@ -128,19 +133,20 @@ class SlurmJob:
         slurm, job_id = self.slurm, self._allocation.job_id
         if slurm is None or job_id is None:
             return None
-        return outages.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", wait_s)
+        return outages.retry_slurm(lambda: slurm.show_job(job_id), "Slurm does not report the job's state", wait_s)
 
-    def state(self, wait_s: float = 0.0) -> JobFate:
+    def outcome(self, wait_s: float = 0.0) -> JobOutcome:
         """Return what Slurm is about to do with this start of the job."""
         if self.slurm is None:
-            return JobFate.ABSENT
-        return fate_of_row(self.show(wait_s), self._allocation.restart_count)
+            return JobOutcome.ABSENT
+        self._judged = self.show(wait_s)
+        return outcome_of_row(self._judged, self._allocation.restart_count)
+
+    def was_ending(self) -> bool:
+        """True if Slurm was ending this start of the job at the last look."""
+        return self.slurm is not None and not outcome_of_row(self.row, self._allocation.restart_count).is_left_alone
 
     def is_ending(self) -> bool:
-        """True if Slurm was ending this start of the job at the last look."""
-        return self.slurm is not None and not fate_of_row(self.row, self._allocation.restart_count).is_left_alone
-
-    def is_being_ended(self) -> bool:
         """True if Slurm reports that it ends this start of the job."""
         row = self.show()
         return row is not None and (row.state not in RUNNING_STATES or row.restarts > self._allocation.restart_count)
@@ -154,15 +160,26 @@ class SlurmJob:
         """True if that is another job than this one, and a preemption has ended it."""
         if self.slurm is None or job_id in (None, self._allocation.job_id):
             return False
-        row = outages.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", wait_s=0.0)
-        return fate_of_row(row, 0) is JobFate.PREEMPTED
+        row = outages.retry_slurm(
+            partial(self.slurm.show_job, job_id), "Slurm does not report how it ended", wait_s=0.0
+        )
+        return outcome_of_row(row, 0) is JobOutcome.PREEMPTED
+
+    def lost_nodes(self, hosts: Sequence[str]) -> set[str]:
+        """Return those of ``hosts`` that the job had lost when :meth:`state` found it RUNNING, also if they are back.
+
+        Slurm takes a dead node; ``--no-kill`` keeps the others. Each step on a node that it has taken is refused.
+        """
+        parts = () if self._judged is None else (self._judged, *self._judged.others)
+        kept = {host for part in parts for host in hostlist.expand(part.node_list)}
+        return {*hosts} - kept if kept else set()
 
     def unreachable(self, hosts: Sequence[str], timeout_s: float = TIMEOUT_S) -> set[str]:
         """Return those of ``hosts`` whose slurmd does not answer within ``timeout_s``."""
         return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0], timeout_s=timeout_s)
 
     def takes_limit_signal(self, number: signal.Signals | None) -> bool:
-        """True for the signal of ``cluster.signal_delay_s``, if it comes at its time.
+        """True for the signal of ``cluster.save_before_limit_s``, if it comes at its time.
 
         The first such signal counts, and no later one. Slurm may send it a minute early, and at once where the delay is
         as long as the limit.

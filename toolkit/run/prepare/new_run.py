@@ -20,7 +20,7 @@ from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.nodes.start import python_command
 from toolkit.run.prepare import snapshot
-from toolkit.run.prepare.counted_steps import warn_of_counting
+from toolkit.run.prepare.resume_lint import warn_of_counting
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
 
@@ -33,16 +33,16 @@ LEAST_FREE_BYTES = 16 << 20
 def load(config: str | Path | None, overrides: configs.Overrides, project: Path, *, sweep: bool = False) -> JobConfig:
     """Return the config of a run to be submitted, see load_config.
 
-    A script that knows nothing of the toolkit becomes the command of a foreign job: it runs as under torchrun.
+    A script that knows nothing of the toolkit becomes the command of a script's job: it runs as under torchrun.
     """
     loaded = configs.load_config(config, overrides, project=project, sweep=sweep)
     if configs.is_plain(loaded.job, project):
         loaded.argv = [str(staged.origin(sys.executable)), str(project / loaded.job), *loaded.argv]
-        loaded.job = configs.FOREIGN_JOB
+        loaded.job = configs.SCRIPT_JOB
     return loaded
 
 
-def absolute(config: JobConfig) -> JobConfig:
+def absolute_data_root(config: JobConfig) -> JobConfig:
     """Make ``data.root`` mean the same in every folder; return ``config``."""
     if config.data.root is not None:
         config.data.root = str(fsio.expand(config.data.root).absolute())
@@ -54,14 +54,14 @@ def fix_paths(config: JobConfig, project: Path | None) -> None:
 
     ``model.init_from`` becomes a path: it may be a name that this run has as well.
     """
-    absolute(config)
+    absolute_data_root(config)
     if project is not None and config.job.endswith(".py"):  # ranks use the copy, not the original file
-        config.job = within(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
+        config.job = snapshot_path(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
     if config.model.init_from is not None:
         config.model.init_from = str(origin.find(config.model.init_from, may_come=True).path)
 
 
-def within(project: Path, source: Path) -> str | None:
+def snapshot_path(project: Path, source: Path) -> str | None:
     """Return a file's name in the copy of ``project``; None if it is elsewhere."""
     for path in (source, source.resolve()):
         if path.is_relative_to(project) and ".." not in path.parts:
@@ -72,39 +72,39 @@ def within(project: Path, source: Path) -> str | None:
 def new_run(config: JobConfig, project: Path | None, like: RunDir | None = None) -> RunDir:
     """Make a run of ``config`` with a copy of the sources in ``project``, or with those that the run ``like`` has.
 
-    A foreign script is not copied: it runs where it lies. Raises RequestError where no job could use the folder's path.
+    A user script is not copied: it runs where it lies. Raises RequestError where no job could use the folder's path.
     """
     refuse_unfit(rundir.runs_root())
     fix_paths(config, project)
     run = rundir.create(config.name)
     try:
-        if project is not None and config.job != configs.FOREIGN_JOB:
+        if project is not None and config.job != configs.SCRIPT_JOB:
             if like is not None:
                 shutil.copytree(like.path / rundir.COPIES, run.path / rundir.COPIES, symlinks=True)
-            snapshot.take_first(project, run.path)
+            snapshot.take_if_missing(project, run.path)
         else:
             snapshot.note_folder(run)
         fsio.write_atomic(run.config, configs.dump_config(config))
         free_bytes = shutil.disk_usage(run.path).free
         if free_bytes < LEAST_FREE_BYTES:
             log.warning(
-                "%s has %s left: without room for logs and checkpoints the run cannot say how it goes; make room, or "
-                "choose another folder: set TOOLKIT_RUNS",
+                "%s has %s left: without room for logs and checkpoints the run cannot record its progress; make room, "
+                "or choose another folder: set TOOLKIT_RUNS",
                 *(run.path.parent.parent, fsio.size_text(free_bytes)),
             )
     except BaseException:  # an incomplete run would be listed for ever
-        fsio.remove_tree(run.path)
+        run.remove()
         raise
     return run
 
 
-def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
+def check_submittable(config: JobConfig, executor: str, project: Path, *, is_resume: bool = False) -> None:
     """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
-    configs.validate(config, project=project, goes_on=goes_on)
+    configs.validate(config, project=project, is_resume=is_resume)
     if executor == "slurm":
         from toolkit.plugins.site.reservations import holding_back
 
-        for part in config.cluster.parts:
+        for part in config.cluster.component_requests:
             if text := holding_back(part):
                 log.warning("%s", text)
     if executor == "local":
@@ -113,15 +113,15 @@ def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_o
             torch_version.refuse_missing()
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
             raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
-    if config.job == configs.FOREIGN_JOB:  # a foreign script is not copied: it runs where it lies
+    if config.job == configs.SCRIPT_JOB:  # a user script is not copied: it runs where it lies
         if executor == "debug":
-            raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
+            raise RequestError("executor: a user script cannot be debugged in this process; use local")
         python = python_command.parse(config.argv, os.environ.get("PATH"))
         if python is not None and not python.is_module:
             _warn_of_imports(config, project / python.target, project)
         return
     source = configs.job_source(config.job, project)  # may be a link, which is copied with the package that it leads to
-    if within(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:
+    if snapshot_path(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:
         raise RequestError(
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"
@@ -163,7 +163,7 @@ def refuse_unfit(runs: Path) -> None:
     # The folder for runs need not exist yet, but what exists above it must be a folder.
     try:
         there = next(path for path in (runs, *runs.parents) if path.exists())
-        why = None if there.is_dir() else f"{there} is no folder"
+        why = None if there.is_dir() else f"{there} is not a folder"
     except OSError as error:  # for example, a name that is too long
         why = f"{str(runs)[:200]}: {error.strerror}"
     if why is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -18,10 +20,11 @@ from pathlib import Path, PurePath
 from toolkit.base import fsio, logs, torch_version
 from toolkit.base.errors import RequestError, listing
 from toolkit.base.process_limits import limits
+from toolkit.config.script_keys import ActingKeys, acting_keys
 from toolkit.files import records, rundir
 from toolkit.files.records import JsonRecord
 from toolkit.files.rundir import RunDir
-from toolkit.run.records import ownership
+from toolkit.run.records import ownership, run_config
 
 #: Left out where git does not tell what belongs to the project: these anywhere, ...
 SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".hypothesis"}
@@ -45,13 +48,18 @@ SLURM_OUTPUTS = ("slurm-*.out", "slurm-*.err")
 #: Names that the kernel may give the memory of a crashed process, which it writes into the process's folder.
 CORE_DUMPS = ("core", "core.*", "*.core")
 
+#: Where a laptop sends a project's files (`toolkit --on`), it lists them here. Others there are a script's outputs.
+SENT = ".toolkit-sent.json"
+#: The digest of that list as the laptop has sent it for this process's command, by folder.
+EXPECTED: dict[Path, str] = {}
+
 #: With these git, and tools that ask git, pass over the copies. ruff looks into hidden folders, also without git.
 PASSED_OVER = {".gitignore": "*\n", ".ruff.toml": 'extend-exclude = ["*"]\n'}
 
 log = logs.get(__name__)
 
 
-def take_first(project: Path, folder: Path) -> None:
+def take_if_missing(project: Path, folder: Path) -> None:
     """Copy the project's sources into the folder of a run or a sweep, unless it has a copy. See :func:`take`."""
     if not rundir.code_in(folder).exists():
         take_copy(project, folder, 1)
@@ -116,14 +124,14 @@ def note_folder(run: RunDir) -> None:
     fsio.write_json(run.path / "folder.json", {"folder": str(Path.cwd())})
 
 
-def home_of(folder: Path) -> Path | None:
+def submit_folder(folder: Path) -> Path | None:
     """Return where the run or sweep of this ``folder`` was first submitted; None where that is not known, or gone."""
     return _noted_folder(folder / "folder.json") or project_of(rundir.code_in(folder))
 
 
-def at_home(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Go for a moment to :func:`home_of`. The ranks start there, so that a script's relative paths mean the same."""
-    home = home_of(folder)
+def in_submit_folder(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Enter :func:`submit_folder`. The ranks start there, so that a script's relative paths mean the same."""
+    home = submit_folder(folder)
     return contextlib.nullcontext() if home is None else contextlib.chdir(home)
 
 
@@ -163,6 +171,11 @@ def take(project: Path, code: Path) -> None:
     """
     if code.exists():
         return
+    with uploads_locked(project) if names_sent(project) else contextlib.nullcontext():
+        _take(project, code)
+
+
+def _take(project: Path, code: Path) -> None:
     sources = _ProjectFiles(project)
     sources.refuse_if_large()
     sources.refuse_if_hiding()
@@ -195,7 +208,7 @@ def take(project: Path, code: Path) -> None:
 
 
 @cache
-def needed_elsewhere() -> frozenset[str]:
+def job_imports() -> frozenset[str]:
     """Return what a job's processes import: packages, and of Python's own modules those that torch and we load."""
     words = Path(__file__).with_name("needed_elsewhere.txt").read_text().split()
     # profile<2.9 is loaded by torch before 2.9.
@@ -255,7 +268,7 @@ class _ProjectFiles:
         self._add_all(project, "")
 
     def _add_all(self, folder: Path, prefix: str) -> None:
-        names = _names_by_git(folder)
+        names = names_sent(folder) or _names_by_git(folder)
         if not names:
             skipped = set() if prefix else {name for name in SKIPPED_TOP_DIRS if _is_data(folder / name)}
             named = sorted(name for name in skipped if f"{name}/" != self._runs)
@@ -314,7 +327,7 @@ class _ProjectFiles:
             return
         for name in self.files:
             module = name.removesuffix("/__init__.py").removesuffix(".py")
-            if module != name and module in needed_elsewhere():
+            if module != name and module in job_imports():
                 kind = "a module of Python" if module in sys.stdlib_module_names else "a package that it needs"
                 raise RequestError(
                     f"{self._project / name}: a job would import it in place of {module}, {kind}: rename it, or "
@@ -335,10 +348,40 @@ class _ProjectFiles:
         # A folder above the project is not even looked into: it may hold the homes of all users, or a dead mount.
         is_above = self._project.is_relative_to(target)
         if is_above or not _has_modules(target):
-            self.left_out[name] = f"a link to {target}, which is no Python package"
+            self.left_out[name] = f"a link to {target}, which is not a Python package"
         else:
             self._copied[target] = name
             self._add_all(path, f"{name}/")
+
+
+@contextlib.contextmanager
+def uploads_locked(folder: Path) -> Iterator[None]:
+    """Keep the files in ``folder`` that a laptop has sent as they are meanwhile.
+
+    Raises RequestError if they are not those that it has sent for this process's command.
+    """
+    with os.fdopen(fsio.lock(folder / ".toolkit-lock")):
+        expected = EXPECTED.get(folder.resolve())
+        if expected is not None and expected != hashlib.sha256(fsio.read_bytes(folder / SENT)).hexdigest():
+            raise RequestError(f"{folder}: another command has sent other files there meanwhile; try again")
+        yield
+
+
+def names_sent(folder: Path) -> Iterable[str]:
+    """Return the names of the files that a laptop has sent into ``folder``. None where there is no list of them.
+
+    Raises RequestError where one leads out of it: the list came with the project, from elsewhere.
+    """
+    names = None
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+        names = json.loads(fsio.read_text(folder / SENT))
+    if not isinstance(names, dict) or any("\0" in name for name in names):
+        return ()
+    inside = folder.resolve()
+    for name in names:
+        if ".." in Path(name).parts or not (folder / name).parent.resolve().is_relative_to(inside):
+            raise RequestError(f"{folder / SENT}: it lists {name}, outside this folder; remove this file")
+    return names
 
 
 def _names_by_git(folder: Path) -> Iterable[str]:
@@ -422,14 +465,17 @@ def _copy(source: Path, target: Path, *, is_program: bool) -> None:
 
 def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> None:
     """Write ``SNAPSHOT.json`` and ``SNAPSHOT.diff``: the commit, and what was changed since, without secrets."""
-    revision = _git(project, "rev-parse", "HEAD")
+    sent = None
+    if names_sent(project):  # what a laptop has sent has come with its note and its diff
+        sent = records.read_or_none(code / "SNAPSHOT.json", SnapshotNote)
+    revision = None if sent else _git(project, "rev-parse", "HEAD")
     # Under both its names: of a renamed file git would list only the new one.
     diff_command = ("diff", "--no-renames", "HEAD")
     changed = _git(project, *diff_command, "--name-only", "-z") if revision else None
     note = {
         "project": str(project),
-        "git_sha": revision and revision.strip(),
-        "dirty": bool(changed),
+        "git_sha": sent.git_sha if sent else revision and revision.strip(),
+        "dirty": sent.dirty if sent else bool(changed),
         "left_out": left_out,
     }
     fsio.write_json(code / "SNAPSHOT.json", note)
@@ -440,3 +486,21 @@ def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> No
     diff = _git(project, *diff_command, "--", ":/", *[f":(exclude,top,literal){name}" for name in secret])
     if diff:
         fsio.write_atomic(code / "SNAPSHOT.diff", diff.encode(errors="surrogateescape"))
+
+
+def sources_of(run: RunDir) -> Path | None:
+    """Return the run's copy of its sources, or where a script without one was started; None where neither is known."""
+    return run.code.resolve() if fsio.is_there(run.code) else submit_folder(run.path)
+
+
+def acting_on(run: RunDir, job: str, argv: Sequence[str]) -> ActingKeys:
+    """Return the keys that act on a run with this ``job`` and ``argv``. All do where its sources are not known."""
+    return ActingKeys() if (folder := sources_of(run)) is None else acting_keys(job, argv, folder)
+
+
+def shown_values(run: RunDir) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what ``run_config.values_of`` does, without the keys that do not act on the run."""
+    values, hidden = run_config.values_of(run.config)
+    config = run_config.read(run)
+    acting = ActingKeys() if config is None else acting_on(run, config.job, config.argv)
+    return {key: value for key, value in values.items() if acting.has_effect(key)}, hidden

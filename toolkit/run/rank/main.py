@@ -21,7 +21,7 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit import hang
-from toolkit.base import fsio, logs, secret_values, signals, this_node
+from toolkit.base import fsio, logs, outages, secret_values, signals, this_node
 from toolkit.base.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, RequestError, StoppedError, ToolkitError
 from toolkit.base.procfs import ProcessIdentity
 from toolkit.config import JobConfig
@@ -53,13 +53,13 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
 
     A failure is written into the run's logs as this rank's own error before it is raised to the caller.
     """
-    fsio.keep_private()  # libraries write into the run folder, too
+    fsio.set_private_umask()  # libraries write into the run folder, too
     faulthandler.enable()
     signals.install()  # before anything slow: a stop signal during the imports must not kill
     place: Placement | None = None
     try:
         place = placement.derive(os.environ, socket.gethostname())
-        hang.answer(place.rank)
+        hang.install_stack_dump(place.rank)
         _run_as_rank(place, config_path, overrides)
     except StoppedError as stopped:
         log.info("%s", stopped)
@@ -106,7 +106,7 @@ def _run_as_rank(place: Placement, config_path: str, overrides: Sequence[str]) -
             os.environ |= {CONFIG_VARIABLE: json.dumps([config_path, *overrides]), JOINED_VARIABLE: "1"}
             if supervised:  # tells Lightning that the ranks are started already
                 os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
-            with script_end.ended_here():
+            with script_end.end_runs_on_exit():
                 if is_script:
                     runpy.run_path(str(path), run_name="__main__")
                 else:
@@ -135,8 +135,8 @@ def _import_from_copy() -> None:
     if (live := snapshot.project_of(copy)) is None:
         return
     copies = {entry: copy / Path(entry).relative_to(live) for entry in sys.path if Path(entry).is_relative_to(live)}
-    sys.path[:] = [str(copies[entry]) if entry in copies and copies[entry].is_dir() else entry for entry in sys.path]
-    sys.path += [str(folder) for folder in (copy / "src", copy) if folder.is_dir()]
+    sys.path[:] = [str(copies[each]) if each in copies and fsio.is_there(copies[each]) else each for each in sys.path]
+    sys.path += [str(folder) for folder in (copy / "src", copy) if fsio.is_there(folder)]
 
 
 def _project() -> Path:
@@ -144,12 +144,14 @@ def _project() -> Path:
     run = os.environ.get(rundir.RUN_DIR_VARIABLE)
     try:
         code = None if run is None else rundir.RunDir(Path(run)).code
-        return code if code is not None and code.is_dir() else Path.cwd()
+        return code if code is not None and fsio.is_there(code) else Path.cwd()
     except OSError as error:  # such as a name that is too long for a file
-        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is no run: {error.strerror}; unset it") from None
+        if error.errno in outages.PASSING:
+            raise
+        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is not a run: {error.strerror}; unset it") from None
 
 
-def joined(name: str | None = None) -> JobConfig:
+def rank_config(name: str | None = None) -> JobConfig:
     """Return the config of this process, which is a rank under any launcher; for ``toolkit.start()``.
 
     Under ``toolkit submit``, ``exec`` and ``run`` it is the run's, under another launcher and alone the default one.
@@ -165,7 +167,7 @@ def joined(name: str | None = None) -> JobConfig:
     signals.install()
     place = placement.derive(os.environ, socket.gethostname())
     _note(place)
-    hang.answer(place.rank)
+    hang.install_stack_dump(place.rank)
     name = None if supervised else name or _name_by_submitit()
     if path is None:
         job = _program()
@@ -267,15 +269,15 @@ def _step_key(config: JobConfig) -> str | None:
 
 def _take(run: rundir.RunDir) -> int:
     """Make this process, a rank 0 without a supervisor, the owner of the run. Return its number."""
-    if not run.path.is_dir():
-        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run.path} is no run: there is no such folder; unset it")
+    if not fsio.is_there(run.path):
+        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run.path} is not a run: there is no such folder; unset it")
     before, owner, token = ownership.number_of(run), run.owner(), None
     if owner is not None and owner.process == ProcessIdentity.of(os.getpid()):  # `toolkit submit --executor debug`
         token = owner.token
     elif owner is not None and run.result() is None:
         handle = SubmittedRun(run, *submitter_of(run))
         # A launcher may start its ranks again on another node: the number ends those that are left on the first one.
-        is_left = owner.executor == "debug" and handle.unseen() is not None
+        is_left = owner.executor == "debug" and handle.unknown_state_advice() is not None
         if not (handle.is_over() or is_left):
             raise RequestError(
                 f"{rundir.RUN_DIR_VARIABLE}={run.path}: run {run.id} is {run.status().state or RunState.QUEUED}, and "

@@ -101,7 +101,7 @@ def call_at_end(end: End) -> ScriptEnd:
 
 
 @contextmanager
-def ended_here() -> Iterator[None]:
+def end_runs_on_exit() -> Iterator[None]:
     """End a run that the script within has started, before its exception is passed on."""
     try:
         yield

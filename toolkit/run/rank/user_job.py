@@ -56,7 +56,7 @@ def load(job: str, folder: Path) -> ModuleType:
         why = error.msg if isinstance(error, SyntaxError) else error
         place = _place_of(error, source, (root / name.partition(".")[0], source.parent, folder))
         raise ConfigError(
-            f"job: {place}: {type(error).__name__}: {why} (when {job} is imported); mend that line, or install what it "
+            f"job: {place}: {type(error).__name__}: {why} (when {job} is imported); fix that line, or install what it "
             "lacks where the ranks run, then submit again"
         ) from error
 

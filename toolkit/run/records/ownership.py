@@ -15,20 +15,18 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, outages
-from toolkit.base.errors import TakenError
+from toolkit.base.errors import RunLockedError
 from toolkit.base.process_limits import limits
-from toolkit.base.procfs import Life, ProcessIdentity
+from toolkit.base.procfs import Liveness, ProcessIdentity
 from toolkit.files.run_files import OwnerRecord, Submission
 from toolkit.files.rundir import RunDir
 from toolkit.slurm import cluster_name
-from toolkit.slurm.jobs import JobStatus
-from toolkit.slurm.states import Phase, phase
 
 if TYPE_CHECKING:  # it loads the config, and commands that only look at runs need none
     from toolkit.nodes.allocation import Allocation
@@ -55,43 +53,6 @@ def jobs_of(run: RunDir) -> list[str]:
     return [job for job in known if job is not None]
 
 
-def local_life(run: RunDir) -> tuple[Life, ProcessIdentity | None]:
-    """Return whether a run without Slurm has a living process, and which one.
-
-    It has two: its supervisor, and the one that starts the supervisor. A rank without a supervisor writes when its run
-    has ended, which is seen also where its process is not.
-    """
-    owner, sent, status = run.owner(), run.submission(), run.status()
-    updated, says_so = status.updated or 0.0, status.state is not None and status.state.is_over
-    if owner is not None and owner.executor == "debug" and says_so and owner.time <= updated:
-        return Life.ENDED, owner.process
-    processes = [owner.process] if owner is not None and owner.serves else []
-    if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
-        processes.append(sent.process)
-    if owner is None and sent is None and status.pid is not None:  # their files were removed
-        processes.append(ProcessIdentity(status.host or "", status.pid, status.birth))
-    seen = max(0.0 if owner is None else owner.time, updated)
-    lives = [(process.life(seen), process) for process in processes]
-    return min(lives, key=lambda each: each[0], default=(Life.ENDED, None))
-
-
-def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
-    """Return which of a run's ``jobs`` is the current one, with its status.
-
-    It is the first that is not over, else the last that Slurm knows.
-    """
-    known = [(job, answers.get(job)) for job in jobs]
-    unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
-    if unfinished:
-        return unfinished[0]
-    return next(((job, status) for job, status in reversed(known) if status is not None), known[0])
-
-
-def waits(status: JobStatus | None) -> bool:
-    """True if the job is in the queue. It has no process then that could be asked for anything."""
-    return status is not None and phase(status.state) is Phase.PENDING
-
-
 # --------------------------------------------------------------------------------------------------------- submitting
 
 
@@ -106,7 +67,7 @@ def adopt_config(run: RunDir, token: str | None) -> None:
     The submission does this when it has a job id, or the job itself, which may start before.
     """
     owner = run.owner()
-    if owner is None or owner.token != token or not new_config(run, owner.token).exists():
+    if owner is None or owner.token != token or not fsio.is_there(new_config(run, token)):
         return
     with contextlib.suppress(FileExistsError):  # the other one was faster
         fsio.write_stream(run.path / f"config.before-{token}.yaml", [fsio.read_bytes(run.config)])
@@ -121,7 +82,7 @@ def is_being_submitted(run: RunDir, owner: OwnerRecord | None) -> bool:
     sent = run.submission()
     if sent is not None and sent.token == owner.token:
         return False
-    return time.time() - owner.time < limits().submitting_s and owner.process.life(owner.time) is not Life.ENDED
+    return time.time() - owner.time < limits().submitting_s and owner.process.life(owner.time) is not Liveness.ENDED
 
 
 def take(run: RunDir, before: int) -> int:
@@ -130,11 +91,9 @@ def take(run: RunDir, before: int) -> int:
     Raises TakenError where another process has taken the run since ``before`` was read.
     """
     number = before + 1
-    while not run.take_number(number):
+    while not run.claim_owner_number(number):
         if not _died_before_it_owned(run, number):
-            raise TakenError(
-                f"run {run.id} is being resumed by somebody else at this moment: `toolkit status {run.id}`"
-            )
+            raise RunLockedError(f"run {run.id} is already being resumed: `toolkit status {run.id}`")
         number += 1
     return number
 
@@ -145,13 +104,13 @@ def restored_on_error(run: RunDir, number: int) -> Iterator[None]:
 
     sbatch may hang until another submission, which takes this one for dead, has the run. Then the files are its own.
     """
-    names = ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")
+    names = ("owner.json", "status.json", "requests/intent.json", "nodes.json", "result.json")
     try:
-        with fsio.unchanged_on_error(*map(run.path.joinpath, names), unless=lambda: run.last_number() > number):
+        with fsio.unchanged_on_error(*map(run.path.joinpath, names), unless=lambda: run.last_owner_number() > number):
             yield
     except BaseException:
-        if run.last_number() == number:  # else a third one could get it, and write over the second's owner
-            run.give_back_number(number)
+        if run.last_owner_number() == number:  # else a third one could get it, and write over the second's owner
+            run.release_owner_number(number)
         raise
 
 
@@ -163,7 +122,7 @@ def _died_before_it_owned(run: RunDir, number: int) -> bool:
         taken = path.stat().st_mtime
     except FileNotFoundError:  # given back
         return True
-    if process is not None and process.life(taken) is Life.ENDED:
+    if process is not None and process.life(taken) is Liveness.ENDED:
         # It has ended: an owner that it did write is there by now.
         owner = run.owner_number()
         return owner is not None and owner < number
@@ -191,7 +150,7 @@ def _this_process(run: RunDir) -> dict[str, Any]:
 def number_of(run: RunDir) -> int:
     """Return the number of the run's owner, 0 before the first."""
     number = run.owner_number()
-    return run.last_number() if number is None else number
+    return run.last_owner_number() if number is None else number
 
 
 # ------------------------------------------------------------------------------------------------------------ serving
@@ -234,7 +193,7 @@ class Claim:
             claim = Claim(
                 run,
                 OwnerRecord(
-                    number=run.last_number(),
+                    number=run.last_owner_number(),
                     token=token or (owner.token if owner else secrets.token_hex(8)),
                     executor="local" if job_id is None else "slurm",
                     jobs=jobs,
@@ -256,9 +215,8 @@ class Claim:
 
         Raises Overtaken where another owner has it.
         """
-        number, taken = self.owner.number + 1, []
-        outages.persist(lambda: taken.append(self._run.take_number(number)), self._run.path)
-        if taken != [True]:
+        number, mark = self.owner.number + 1, secrets.token_hex(4)
+        if not outages.retry_write(lambda: self._run.claim_owner_number(number, mark), self._run.path):
             raise Overtaken(f"run {self._run.id} has been taken over")
         self._write(self.owner.replace(number=number))
 
@@ -271,20 +229,27 @@ class Claim:
 
         By this a later command tells the job from another one that has got the same number.
         """
-        if command is not None and self.owner.command != command and not self._run.submission_path.exists():
-            self._write(self.owner.replace(command=command))
+        path = self._run.submission_path
+        if command in (None, self.owner.command) or outages.retry_write(lambda: fsio.is_there(path), path, "read"):
+            return
+        self._write(self.owner.replace(command=command))
 
     def holds(self) -> bool:
         """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
         latest = self._run.owner_number()
         if latest is not None and latest < self.owner.number:
-            with contextlib.suppress(OSError):  # a full disk: the next check is half a second away
+            with contextlib.suppress(OSError):  # a full disk: the next check is seconds away
                 self._run.write_owner(self.owner)
         return latest is None or latest <= self.owner.number
 
+    def check(self) -> None:
+        """Raise Overtaken where another owner has the run."""
+        if not self.holds():
+            raise Overtaken("a later attempt has taken over the run: exiting; the ranks end without their supervisor")
+
     def _write(self, owner: OwnerRecord) -> None:
         self.owner = owner
-        outages.persist(lambda: self._run.write_owner(owner), self._run.path / "owner.json")
+        outages.retry_write(lambda: self._run.write_owner(owner), self._run.path / "owner.json")
 
 
 def _may_serve(owner: OwnerRecord, allocation: Allocation, token: str | None) -> bool:
@@ -301,6 +266,30 @@ def _may_serve(owner: OwnerRecord, allocation: Allocation, token: str | None) ->
     if job_id is not None and job_id in owner.jobs and not is_elsewhere:
         return job_id == owner.job_id
     return token is not None or job_id is None
+
+
+def claim_follow_up(run: RunDir, token: str) -> bool:
+    """True for the first that asks: the login node, or the submission's job, which may start before.
+
+    Each submits a first follow-up job. With two of them the run would have two jobs at once after the first one's end.
+    """
+    try:
+        fsio.write_stream(run.submitit / f"first-follow-up-{token}", [])
+    except FileExistsError:
+        return False
+    return True
+
+
+def late_follow_ups(run: RunDir, owner: OwnerRecord) -> tuple[str, ...]:
+    """Return the follow-up jobs that the login node has recorded since ``owner``'s job took the run.
+
+    Without any, that job submits its own, and the login node cancels one that it has not recorded yet.
+    """
+    if claim_follow_up(run, owner.token):
+        return ()
+    sent = run.submission()
+    is_first = sent is not None and (sent.token, sent.job_id) == (owner.token, owner.job_id)
+    return sent.follow_ups if sent is not None and is_first else ()
 
 
 def note_jobs(run: RunDir, owner: OwnerRecord, *jobs: str, took_s: float | None = None) -> None:

@@ -73,4 +73,4 @@ def read(run: RunDir) -> JobConfig | None:
 def is_script(run: RunDir) -> bool:
     """True for a run of `toolkit exec`: it prints for its reader, and has checkpoints of its own."""
     config = read(run)
-    return config is not None and config.job == configs.FOREIGN_JOB
+    return config is not None and config.job == configs.SCRIPT_JOB

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
+from toolkit.base import fsio
 from toolkit.base.errors import RequestError, SlurmError, ToolkitError
-from toolkit.base.procfs import Life, ProcessIdentity
+from toolkit.base.procfs import Liveness, ProcessIdentity
 from toolkit.files import rundir
 from toolkit.files.run_files import OwnerRecord, RunState
 from toolkit.files.rundir import RunDir
 from toolkit.run.records import ownership
-from toolkit.run.records.stop_request import Intent
+from toolkit.run.records.user_requests import Intent
 from toolkit.slurm import cluster_name, states
 from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase
@@ -36,10 +38,10 @@ _ASKED_FOR: Mapping[str | None, RunState] = {Intent.STOP: RunState.STOPPED, Inte
 
 
 @dataclass(frozen=True)
-class RunStanding:
+class RunLiveness:
     """Whether a job or process may still write the run's result. ``life`` is ENDED only where that is certain."""
 
-    life: Life
+    life: Liveness
     job_id: str | None = None  #: the current job of the run, on Slurm
     job: JobStatus | None = None  #: what Slurm says of it
     unfinished: tuple[str, ...] = ()  #: the run's jobs that are not over, as far as is known
@@ -47,7 +49,7 @@ class RunStanding:
     @property
     def is_over(self) -> bool:
         """True if no process can write the run's result any more."""
-        return self.life is Life.ENDED
+        return self.life is Liveness.ENDED
 
     def in_words(self, state: str, asked: str | None, *, is_silent: bool, is_forgotten: bool) -> str:
         """Return the state to show, where the run's files say ``state``.
@@ -71,37 +73,74 @@ class RunStanding:
         return f"{state} ({job.state}, {job.reason})" if is_pending else f"{state} ({job.state})"
 
 
-def of_jobs(jobs: RunJobs, answers: Mapping[str, JobStatus | None], here: str | None = None) -> RunStanding:
+def liveness_by_jobs(jobs: RunJobs, answers: Mapping[str, JobStatus | None], here: str | None = None) -> RunLiveness:
     """Judge by Slurm's ``answers`` about the jobs of a run. ``here`` is this cluster's name, if it is known.
 
     A job that is missing in the answers is newer than they are, or Slurm does not answer. A job that is None there is
     known neither to the controller nor to accounting.
     """
     if not jobs.ids:
-        return RunStanding(Life.ENDED)
+        return RunLiveness(Liveness.ENDED)
     known = {} if jobs.is_elsewhere(here) else jobs.among(answers)
-    job_id, job = ownership.present(jobs.ids, known)
+    job_id, job = current_job(jobs.ids, known)
     over = {id_ for id_, status in known.items() if status is None or status.is_over}
     unfinished = tuple(id_ for id_ in jobs.ids if id_ not in over)
     if not unfinished:
-        return RunStanding(Life.ENDED, job_id, job)
-    life = Life.UNSEEN if job is None or job.is_over else Life.ALIVE
-    return RunStanding(life, job_id, job, unfinished)
+        return RunLiveness(Liveness.ENDED, job_id, job)
+    life = Liveness.UNSEEN if job is None or job.is_over else Liveness.ALIVE
+    return RunLiveness(life, job_id, job, unfinished)
 
 
-def without_job(run: RunDir, executor: str) -> RunStanding:
+def liveness_without_job(run: RunDir, executor: str) -> RunLiveness:
     """Judge a run that has no job on Slurm: it is on a machine, or is being submitted."""
     if ownership.is_being_submitted(run, run.owner()):
-        return RunStanding(Life.ALIVE)
+        return RunLiveness(Liveness.ALIVE)
     if executor == "slurm":
-        return RunStanding(Life.ENDED)
-    life, process = ownership.local_life(run)
+        return RunLiveness(Liveness.ENDED)
+    life, process = local_life(run)
     # A run of this process itself has ended when its handle is there.
     is_own = executor == "debug" and process == ProcessIdentity.of(os.getpid())
-    return RunStanding(Life.ENDED if is_own else life)
+    return RunLiveness(Liveness.ENDED if is_own else life)
 
 
-#: A supervisor writes the status twice a second. This long after the last one it may only be cut off.
+def local_life(run: RunDir) -> tuple[Liveness, ProcessIdentity | None]:
+    """Return whether a run without Slurm has a living process, and which one.
+
+    It has two: its supervisor, and the one that starts the supervisor. A rank without a supervisor writes when its run
+    has ended, which is seen also where its process is not.
+    """
+    owner, sent, status = run.owner(), run.submission(), run.status()
+    updated, says_so = status.updated or 0.0, status.state is not None and status.state.is_over
+    if owner is not None and owner.executor == "debug" and says_so and owner.time <= updated:
+        return Liveness.ENDED, owner.process
+    processes = [owner.process] if owner is not None and owner.serves else []
+    if sent is not None and sent.process is not None and (owner is None or sent.token == owner.token):
+        processes.append(sent.process)
+    if owner is None and sent is None and status.pid is not None:  # their files were removed
+        processes.append(ProcessIdentity(status.host or "", status.pid, status.birth))
+    seen = max(0.0 if owner is None else owner.time, updated)
+    lives = [(process.life(seen), process) for process in processes]
+    return min(lives, key=lambda each: each[0], default=(Liveness.ENDED, None))
+
+
+def current_job(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
+    """Return which of a run's ``jobs`` is the current one, with its status.
+
+    It is the first that is not over, else the last that Slurm knows.
+    """
+    known = [(job, answers.get(job)) for job in jobs]
+    unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
+    if unfinished:
+        return unfinished[0]
+    return next(((job, status) for job, status in reversed(known) if status is not None), known[0])
+
+
+def is_queued(status: JobStatus | None) -> bool:
+    """True if the job is in the queue. It has no process then that could be asked for anything."""
+    return status is not None and states.phase(status.state) is Phase.PENDING
+
+
+#: A supervisor writes the status each five seconds at least. This long after the last one it may only be cut off.
 HEARD_S = 300.0
 
 
@@ -122,10 +161,10 @@ class SubmittedRun:
         """Return what ends the run, as advice."""
         if self.executor != "debug":
             return f"`toolkit cancel {self.id}` ends it"
-        _, process = ownership.local_life(self.dir)
+        _, process = local_life(self.dir)
         return f"Ctrl-C at its launcher ends it (its rank 0 is process {process.pid if process else 'unknown'} here)"
 
-    def unseen(self) -> str | None:
+    def unknown_state_advice(self) -> str | None:
         """Return what to do where it is not known here whether the run lives; else None.
 
         A local run's process may be on another machine, a job on another cluster, and a copy has no job.
@@ -133,17 +172,18 @@ class SubmittedRun:
         if self.executor == "slurm":
             original, jobs = original_of(self.dir, self.dir.owner()), self._jobs()
             if original is not None:
+                path = shlex.quote(str(self.dir.path))
                 return (
                     f"run {self.id} in {self.dir.path} is a copy, and the job is that of {original}: `toolkit cancel "
-                    f"{original}` ends it; `toolkit cancel {self.dir.path} --gone` marks the copy as ended"
+                    f"{original}` ends it; `toolkit cancel {path} --gone` marks the copy as ended"
                 )
             if not jobs.is_elsewhere():
                 return None
             job = f"job {jobs.ids[0]}" if jobs.ids else "the submission"
             whose, place = f"{job} of the cluster {jobs.cluster}", "cluster"
         else:
-            life, process = ownership.local_life(self.dir)
-            if life is not Life.UNSEEN or process is None:
+            life, process = local_life(self.dir)
+            if life is not Liveness.UNSEEN or process is None:
                 return None
             whose = f"process {process.pid} on {process.host or 'an unknown host'}"
             place = "machine or container"
@@ -159,7 +199,7 @@ class SubmittedRun:
         """
         if self.executor != "slurm" or not (jobs := self._jobs()).is_elsewhere():
             return False
-        if (age_s := self.heard_s()) < HEARD_S:
+        if (age_s := self.status_age_s()) < HEARD_S:
             raise RequestError(
                 f"run {self.id} works on the cluster {jobs.cluster}: its status is {age_s:.0f} s old; "
                 f"`toolkit cancel {self.id}` there ends it (if its job was killed, wait until the status is "
@@ -167,7 +207,7 @@ class SubmittedRun:
             )
         return True
 
-    def heard_s(self) -> float:
+    def status_age_s(self) -> float:
         """Return how many seconds ago a run that is not over has written its status; infinity for another one."""
         status = self.dir.status()
         if status.state is None or status.state.is_over or status.updated is None:
@@ -180,7 +220,7 @@ class SubmittedRun:
         return self._jobs().ids[0]
 
     def _jobs(self) -> RunJobs:
-        jobs, owner = of(self.dir), self.dir.owner()
+        jobs, owner = run_jobs(self.dir), self.dir.owner()
         if jobs.ids or not self.job_id or original_of(self.dir, owner) is not None:
             return jobs
         return replace(jobs, ids=(self.job_id,))
@@ -190,20 +230,20 @@ class SubmittedRun:
 
         ``show_jobs`` may use an earlier answer of Slurm; without it Slurm is asked now.
         """
-        return self.standing(show_jobs).is_over
+        return self.liveness(show_jobs).is_over
 
-    def standing(self, show_jobs: ShowJobs | None = None) -> RunStanding:
+    def liveness(self, show_jobs: ShowJobs | None = None) -> RunLiveness:
         """Return how the run stands, as far as it has no result. ``show_jobs`` is as in :meth:`is_over`."""
         from toolkit.slurm.commands import Slurm  # a listing of runs does without
 
         jobs = self._jobs() if self.executor == "slurm" else None
         if jobs is None or not jobs.ids or ownership.is_being_submitted(self.dir, self.dir.owner()):
-            return without_job(self.dir, self.executor)
+            return liveness_without_job(self.dir, self.executor)
         answers: Mapping[str, JobStatus | None] = {}
         if not jobs.is_elsewhere():
             with contextlib.suppress(SlurmError):  # the controller is away, which says nothing about the job
                 answers = (show_jobs or Slurm().show_jobs)(jobs.ids)
-        return of_jobs(jobs, answers)
+        return liveness_by_jobs(jobs, answers)
 
 
 def submitter_of(run: RunDir) -> tuple[str, str]:
@@ -269,7 +309,7 @@ class RunJobs:
     def _is_users_own(self, job: str, command: str, owner: OwnerRecord | None) -> bool:
         """True if the job has the user's batch script that the run was started by."""
         recorded = None if owner is None else owner.command
-        if recorded is None and self.run.submission_path.exists():
+        if recorded is None and fsio.is_there(self.run.submission_path):
             return False
         # The next job of the same script may have got the number: that one serves another run.
         with contextlib.suppress(ToolkitError):
@@ -283,7 +323,7 @@ class RunJobs:
         return f"{longer} ".startswith(f"{shorter} ")
 
 
-def of(run: RunDir) -> RunJobs:
+def run_jobs(run: RunDir) -> RunJobs:
     """Return the jobs of a run; none for a copy of another run's folder."""
     owner, sent = run.owner(), run.submission()
     source = owner or sent or run.status()

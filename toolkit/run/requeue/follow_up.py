@@ -33,11 +33,11 @@ from toolkit.config.validation import may_lose_nodes
 from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.job.slurm_job import JobFate, fate_of_row
+from toolkit.run.job.slurm_job import JobOutcome, outcome_of_row
 from toolkit.run.prepare import snapshot
-from toolkit.run.records import ownership, stop_request
+from toolkit.run.records import ownership, user_requests
 from toolkit.slurm.commands import Settings, Slurm, SlurmCommands
-from toolkit.slurm.environment import of_components, whole_number
+from toolkit.slurm.environment import component_environments, whole_number
 from toolkit.slurm.jobs import JobRow
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
@@ -133,7 +133,7 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> list
 
 def options_of_components(environ: Mapping[str, str], row: JobRow, run: RunDir) -> list[list[str]]:
     """Return sbatch's options for another job like the present one, for each of its components."""
-    parts = of_components(environ)
+    parts = component_environments(environ)
     nodes = sum(whole_number(part, "SLURM_JOB_NUM_NODES", 1) for part in parts)
     rows = (row, *row.others)
     return [[*_options_of_component(part, own, run, nodes)] for part, own in zip(parts, rows, strict=False)]
@@ -148,7 +148,8 @@ def _options_of_component(environ: Mapping[str, str], row: JobRow, run: RunDir, 
     # Of a flag given twice sbatch takes the last: a gres of ``cluster.extra`` would replace the job's, which has GPUs.
     given = {option.partition("=")[0] for option in present}
     # Neither environment nor Slurm tells of these. For what a batch script has besides: script_lines().
-    config = load_config(run.config, site=False) if run.config.exists() else JobConfig()
+    has_config = outages.retry_write(lambda: fsio.is_there(run.config), run.config, "read")
+    config = load_config(run.config, site=False) if has_config else JobConfig()
     if may_lose_nodes(config, nodes) and whole_number(environ, "SLURM_JOB_NUM_NODES", 1) > 1:
         yield "--no-kill"
     for key, value in config.cluster.extra.items():
@@ -167,7 +168,7 @@ def is_for_one_job(key: str) -> bool:
 # -------------------------------------------------------------------------------------------- those that are waiting
 
 
-def still_waiting(jobs: Sequence[str], slurm: SlurmCommands) -> list[str]:
+def prune_waiting(jobs: Sequence[str], slurm: SlurmCommands) -> list[str]:
     """Return the jobs up to the first that is over, and cancel those behind it. A user has cancelled that job.
 
     A controller that does not answer says nothing about them: then return all of them.
@@ -196,8 +197,8 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 # ------------------------------------------------------------------------------------------------------ taking over
 
 
-def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobFate]:
-    """Return the fates of the job that last served the run, and of the ``predecessors`` that have not served it.
+def outcomes(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobOutcome]:
+    """Return the outcomes of the job that last served the run, and of the ``predecessors`` that have not served it.
 
     Those may have been preempted before they could check the jobs before them. One that has passed the run on was
     judged by the next job, and after days Slurm tells less of it.
@@ -205,10 +206,10 @@ def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> lis
     served, owner = ownership.jobs_of(run)[:1], run.owner()
     earlier = () if owner is None else owner.jobs[:-1]
     others = [job for job in predecessors if job not in earlier]
-    return [fate_of(job, run, slurm) for job in dict.fromkeys([*served, *others])]
+    return [outcome_of(job, run, slurm) for job in dict.fromkeys([*served, *others])]
 
 
-def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
+def outcome_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobOutcome:
     """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
 
     Queues are longer than that. Wait for a controller that does not answer: only the follow-up job can continue the
@@ -223,48 +224,54 @@ def fate_of(predecessor: str, run: RunDir, slurm: SlurmCommands) -> JobFate:
             return None
         return JobRow(predecessor, status.state, status.reason, exit_code=status.exit_code)
 
-    row = outages.ask(look, f"Slurm does not say what became of job {predecessor}")
+    row = outages.retry_slurm(look, f"Slurm does not report the state of job {predecessor}")
     if row is None:
-        return JobFate.UNKNOWN
+        return JobOutcome.UNKNOWN
     if row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
-        return JobFate.REQUEUED
+        return JobOutcome.REQUEUED
     # The first: for example, its node did not see the run folder.
     if row.reason == "JobLaunchFailure" or row.state == "OUT_OF_MEMORY":
-        return JobFate.NODE_FAILED
+        return JobOutcome.NODE_FAILED
     # A signal or lack of memory ended the batch script: Slurm reports FAILED with the exit code 0. A supervisor that
     # fails by itself has another exit code, and writes a result. On a node that did not see the run folder there was no
     # supervisor: since 23.02 Slurm starts the script there all the same.
     if row.state == "FAILED" and (row.exit_code == 0 or not _has_written(row, run)):
-        return JobFate.NODE_FAILED
-    return fate_of_row(row, restart_count=row.restarts)
+        return JobOutcome.NODE_FAILED
+    return outcome_of_row(row, restart_count=row.restarts)
 
 
 def _has_written(row: JobRow, run: RunDir) -> bool:
     """True if the job's log holds output of this start, or its path is unknown."""
-    if row.stdout_path is None and not run.submission_path.exists():
+    if row.stdout_path is None and not fsio.is_there(run.submission_path):
         return True  # accounting does not tell: the log of a user's own batch script may be anywhere
     others = [] if row.stdout_path is None else [Path(row.stdout_path)]
     return run.has_log_of(row.job_id, row.start_time, *others)
 
 
-def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
-    """True if the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
+def takes_over(run: RunDir, outcomes: Sequence[JobOutcome]) -> bool:
+    """True if the follow-up job is needed, by the run's own files first. ``outcomes`` are from :func:`outcomes`.
 
     A predecessor that Slurm has forgotten is over all the same, or this job would not have started. A cancellation
     would have left it the time to write a result.
     """
-    if run.result() is not None or stop_request.asked(run):
+    if run.result() is not None or user_requests.read_intent(run):
         return False
-    served, *others = fates
+    served, *others = outcomes
     # Its supervisor has left it to be continued, or Slurm took its last job away.
     is_left = run.status().state is RunState.REQUEUED or served in _TAKEN_AWAY
-    return is_left and all(fate in _TAKEN_AWAY for fate in others)
+    return is_left and all(outcome in _TAKEN_AWAY for outcome in others)
 
 
-_TAKEN_AWAY = (JobFate.PREEMPTED, JobFate.REQUEUED, JobFate.TIMEOUT, JobFate.NODE_FAILED, JobFate.UNKNOWN)
+_TAKEN_AWAY = (
+    JobOutcome.PREEMPTED,
+    JobOutcome.REQUEUED,
+    JobOutcome.TIMEOUT,
+    JobOutcome.NODE_FAILED,
+    JobOutcome.UNKNOWN,
+)
 
 
-def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
+def finish_run(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
     """Write the result of a run that has ended, if its last job could not, and cancel the other follow-up jobs.
 
     Leave alone a run that a user has resumed meanwhile: it has another ``token``.
@@ -274,9 +281,9 @@ def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands
         return
     dismiss([job for job in ownership.jobs_of(run)[1:] if job != job_id], slurm)
     if run.result() is None:
-        state = stop_request.end_state(stop_request.asked(run))
-        why = f"job {predecessor} was {state}, and could not say so itself"
-        outages.persist(lambda: write_ended(run, state, why), run.path)
+        state = user_requests.end_state(user_requests.read_intent(run))
+        why = f"job {predecessor} was {state}, and could not report it"
+        outages.retry_write(lambda: write_ended(run, state, why), run.path)
 
 
 #: Options that :mod:`toolkit.run.requeue.follow_up` reads back from the job itself, in other terms where need be.
@@ -313,7 +320,7 @@ def script_lines(job_id: str, slurm: Slurm | None = None) -> list[str]:
         # sbatch's command line, which goes before the script.
         options |= dict(options_shown(slurm.ask(["scontrol", "show", "job", job_id])))
     except SlurmError as error:
-        log.warning("a follow-up job does without what only the batch script asks for: %s", error)
+        log.warning("a follow-up job runs without the options that only the batch script has: %s", error)
         return []
     return [
         f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"

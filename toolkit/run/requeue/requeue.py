@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from toolkit.base.process_limits import limits
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
 from toolkit.run.job.nodes import BadNode, Nodes
-from toolkit.run.job.slurm_job import JobFate, fate_of_row
-from toolkit.run.records import stop_request
+from toolkit.run.job.slurm_job import JobOutcome, outcome_of_row
+from toolkit.run.records import ownership, user_requests
 from toolkit.run.records.ownership import Claim
 from toolkit.run.requeue import follow_up
 from toolkit.slurm.commands import Settings, SlurmCommands
@@ -39,69 +40,82 @@ class JobRequeue:
         self._row: JobRow | None = None
         self._follow_ups: list[str] = []
         self._refusal = ""
+        self._retry_at = math.inf
 
     def prepare(self, row: JobRow | None, settings: Settings, claim: Claim) -> None:
         """Submit follow-up jobs where Slurm will not requeue this one. Later there may be no time for it.
 
-        Call it when the job starts; ``row`` is None where Slurm does not answer. Follow-up jobs that wait already are
-        kept.
+        Call it when the job starts, and again with the first ``row``, which is None where Slurm does not answer.
+        Follow-up jobs that wait already are kept.
         """
-        self._row, slurm = row, self._slurm
-        self._follow_ups = follow_up.still_waiting(claim.owner.follow_ups, slurm)
+        self._row, slurm, self._retry_at = row, self._slurm, math.inf
+        self._follow_ups = follow_up.prune_waiting(claim.owner.follow_ups, slurm)
         if row is None:
             return
+        claim.note_command(row.command)
         # Where Slurm may end the job for good, or follow-up jobs already wait, keep COUNT of them.
         ask = partial(follow_up.are_needed, row, settings, slurm)
-        needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", wait_s=0.0))
+        needed = outages.retry_slurm(ask, "Slurm does not report what a preemption does here", wait_s=0.0)
+        if needed is None:
+            self._retry_at = time.monotonic() + limits().follow_up_every_s
         while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
             try:
-                job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.owner.token)
-                self._follow_ups.append(job)
+                late = () if self._follow_ups else ownership.late_follow_ups(self._run, claim.owner)
+                self._follow_ups += follow_up.prune_waiting(late, slurm) or [
+                    follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.owner.token)
+                ]
             except (SlurmError, OSError) as error:  # the run has the follow-up jobs that it has
-                self._refusal = f"no follow-up job could be submitted: {error}"
-                log.warning("%s", self._refusal)
+                self._retry_at = time.monotonic() + limits().follow_up_every_s
+                if (refusal := f"no follow-up job could be submitted: {error}") != self._refusal:
+                    log.warning("%s", refusal)
+                self._refusal = refusal
                 break
             claim.note_follow_ups(self._follow_ups)
         if self._follow_ups and row.is_expedited:  # the follow-up jobs wait for an end that a queued job never has
             forbid_expedited_requeue(slurm, self._job_id)
             self._row = replace(row, can_requeue=False)
 
-    def requeue(self, after: Sequence[str] = ()) -> JobFate:
+    @property
+    def is_due(self) -> bool:
+        """True if follow-up jobs are missing, and it is time to try again."""
+        return time.monotonic() >= self._retry_at
+
+    def bring_back(self, after: Sequence[str] = ()) -> JobOutcome:
         """Have the run come back, and not before the jobs of ``after`` have ended.
 
-        Return REQUEUED if it comes back, CANCELLED if a user has ended it meanwhile. Call it from outside the step and
-        last of all, for a requeue ends this process too.
+        A follow-up job takes over, else this job is requeued: REQUEUED is returned for either, CANCELLED if a user has
+        ended the run meanwhile. Call it from outside the step and last of all: a requeue ends this process, too.
         """
-        seen = outages.ask(self._look, "Slurm does not say how the job stands", 0.0)
-        if seen is JobFate.CANCELLED:
+        seen = outages.retry_slurm(self._look, "Slurm does not report the job's state", 0.0)
+        if seen is JobOutcome.CANCELLED:
             self.dismiss()
             return seen
         # A follow-up job starts by itself when this job ends; only without one is a requeue needed.
-        self._follow_ups = follow_up.still_waiting(self._follow_ups, self._slurm)
+        self._follow_ups = follow_up.prune_waiting(self._follow_ups, self._slurm)
         if not self._follow_ups and self._row is not None and not self._row.can_requeue:
-            return seen or JobFate.UNKNOWN  # a requeue would be refused until the time is up
-        has_time = seen is JobFate.RUNNING  # else the job is ended within seconds
+            return seen or JobOutcome.UNKNOWN  # a requeue would be refused until the time is up
+        has_time = seen is JobOutcome.RUNNING  # else the job is ended within seconds
         # Choose the nodes to exclude before the requeue, if there is time for it.
         excluded = self._to_exclude() if has_time else None
         if not self._follow_ups:
-            seen, self._refusal = take_back(self._look, self._slurm, self._job_id)
-            if seen is not JobFate.REQUEUED:
+            seen, self._refusal = requeue_job(self._look, self._slurm, self._job_id)
+            if seen is not JobOutcome.REQUEUED:
                 return seen
         excluded = excluded if has_time else self._to_exclude()
         if excluded:  # refused while the job runs
             for job in self._follow_ups or [self._job_id]:
                 exclude = partial(self._slurm.exclude_nodes, job, excluded)
-                outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+                outages.retry_slurm(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
         if after:
             # The first follow-up job waits for this job, too. The later ones wait for the first.
             job, on = (self._follow_ups[0], [self._job_id, *after]) if self._follow_ups else (self._job_id, after)
             depend = partial(self._slurm.depend, job, on)
-            outages.ask(depend, "the job may start too early, and then looks again", EXCLUDE_S)
-        return JobFate.REQUEUED
+            outages.retry_slurm(depend, "the job may start too early, and then looks again", EXCLUDE_S)
+        return JobOutcome.REQUEUED
 
     @property
-    def not_taken_back(self) -> str:
-        """The reason why a run stays where it is after :meth:`requeue`, with Slurm's last refusal."""
+    def why_not_back(self) -> str:
+        """The reason why a run stays where it is after :meth:`bring_back`, with Slurm's last refusal."""
         return "Slurm did not take it back" + (f" ({self._refusal})" if self._refusal else "")
 
     def _to_exclude(self) -> str | None:
@@ -113,11 +127,11 @@ class JobRequeue:
         follow_up.dismiss(self._follow_ups, self._slurm)
 
 
-def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> JobFate:
+def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> JobOutcome:
     """Return Slurm's view of the job; CANCELLED once its run's end was requested."""
-    if stop_request.asked(run):
-        return JobFate.CANCELLED
-    return fate_of_row(slurm.show_job(job_id), restart_count)
+    if user_requests.read_intent(run):
+        return JobOutcome.CANCELLED
+    return outcome_of_row(slurm.show_job(job_id), restart_count)
 
 
 def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
@@ -128,10 +142,10 @@ def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
         if row is not None and row.is_expedited:
             slurm.forbid_requeue(job_id)
 
-    outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", wait_s=0.0)
+    outages.retry_slurm(forbid, f"job {job_id} may be held in the queue when it has ended", wait_s=0.0)
 
 
-def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) -> tuple[JobFate, str]:
+def requeue_job(look: Callable[[], JobOutcome], slurm: SlurmCommands, job_id: str) -> tuple[JobOutcome, str]:
     """Requeue the job unless it is cancelled first; return how it stands then, and Slurm's last refusal or "".
 
     ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
@@ -144,7 +158,7 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
             seen = look()
             # A requeue counts only once Slurm shows it.
             if seen not in _SETTLED:
-                slurm.requeue(job_id, if_running=seen is JobFate.RUNNING)
+                slurm.requeue(job_id, if_running=seen is JobOutcome.RUNNING)
                 seen = look()
             if seen in _SETTLED:
                 return seen, ""
@@ -152,15 +166,15 @@ def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) ->
             refusal = f"the job cannot be requeued: {error}"
             log.warning("%s", refusal)
             if "Only batch jobs" in refusal:  # such as one of salloc: it will be no other
-                return JobFate.UNKNOWN, refusal
+                return JobOutcome.UNKNOWN, refusal
             if isinstance(error, SlurmRefusedError):
                 deadline = min(deadline, time.monotonic() + limits().ending_s)
         if time.monotonic() >= deadline:
-            return JobFate.UNKNOWN, refusal
+            return JobOutcome.UNKNOWN, refusal
         time.sleep(limits().retry_every_s)
 
 
-_SETTLED = (JobFate.REQUEUED, JobFate.CANCELLED)
+_SETTLED = (JobOutcome.REQUEUED, JobOutcome.CANCELLED)
 
 
 def to_exclude(
@@ -180,11 +194,11 @@ def to_exclude(
     for count in range(len(latest), 0, -1):
         names = hostlist.compress(sorted({*latest[:count], *others}))
         tests = [[*options, f"--exclude={names}"] for options in _with_room(components)]
-        if all(outages.ask(partial(slurm.could_run, test), "sbatch --test-only", 0.0) for test in tests):
+        if all(outages.retry_slurm(partial(slurm.could_run, test), "sbatch --test-only", 0.0) for test in tests):
             log.info("excluded from the next start: %s", names)
             return names
     if bad:
-        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
+        log.info("bad nodes %s cannot be excluded: too few others are left", ", ".join(sorted(bad)))
     return None
 
 
@@ -203,32 +217,35 @@ def _with_room(components: Sequence[Sequence[str]]) -> Iterator[list[str]]:
         yield kept
 
 
-def give_back_if_it_passes(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
-    """Put this job back into the queue for a full disk, or a file server that is away. The run has not failed.
+def bring_back_if_it_passes(run: RunDir, error: OSError, slurm: SlurmCommands) -> bool:
+    """Have the run come back after a full disk, or a file server that was away. It has not failed.
 
     No file can record that. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
     """
     if error.errno not in outages.PASSING:
         return False
     allocation = Allocation.slurm(os.environ)
-    return allocation.restart_count < MAX_RESTARTS_WITHOUT_A_DISK and _give_back(run, slurm, allocation)
+    return allocation.restart_count < MAX_RESTARTS_WITHOUT_A_DISK and _bring_back(run, slurm, allocation)
 
 
-def give_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) -> bool:
-    """Put this job back into the queue when its supervisors were killed one after the other.
+def bring_back_after_deaths(run: RunDir, error: Exception, slurm: SlurmCommands) -> bool:
+    """Have the run come back when its supervisors were killed one after the other.
 
     The next start records the attempt with this error as its cause, which counts for ``retry.max_requeues``. Without an
     attempt nothing could count: then the run ends here.
     """
-    if run.left_over() is None:
-        return False
+    try:
+        if outages.retry_write(run.interrupted_status, run.path, "read") is None:
+            return False
+    except OSError as away:
+        return bring_back_if_it_passes(run, away, slurm)
     with suppress(OSError):  # the cause is then reported less well
         run.write_status(run.status().replace(why=str(error)))
-    return _give_back(run, slurm, Allocation.slurm(os.environ))
+    return _bring_back(run, slurm, Allocation.slurm(os.environ))
 
 
-def give_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
-    """Put this job back into the queue where Slurm has started its first component again, but not the others.
+def bring_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
+    """Have the run come back where Slurm has started the first component of its job again, but not the others.
 
     That component may have nodes of the others, which still have the steps of the earlier start.
     """
@@ -236,15 +253,15 @@ def give_back_if_half_started(run: RunDir, slurm: SlurmCommands) -> bool:
     if not allocation.components or allocation.restart_count == 0 or allocation.job_id is None:
         return False
     look = partial(slurm.show_job, allocation.job_id)
-    row = outages.ask(look, "Slurm does not say how the components of this job stand")
+    row = outages.retry_slurm(look, "Slurm does not report the states of this job's components")
     if row is None or not row.is_half_started:
         return False
     log.warning("Slurm has started the first component of job %s alone: requeueing all", allocation.job_id)
-    return _give_back(run, slurm, allocation)
+    return _bring_back(run, slurm, allocation)
 
 
-def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
-    """Have the run continue in a later start. With a follow-up job the exit code is enough; else requeue this one."""
+def _bring_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> bool:
+    """Have the run come back, see `JobRequeue.bring_back`. With a follow-up job the exit code is enough."""
     with suppress(OSError):  # then this job is requeued: its follow-up job finds the run in another's hands
         owner = run.owner()
         if owner is not None and owner.follow_ups:
@@ -252,4 +269,4 @@ def _give_back(run: RunDir, slurm: SlurmCommands, allocation: Allocation) -> boo
     if allocation.job_id is None:
         return False
     look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
-    return take_back(look, slurm, allocation.job_id)[0] is JobFate.REQUEUED
+    return requeue_job(look, slurm, allocation.job_id)[0] is JobOutcome.REQUEUED

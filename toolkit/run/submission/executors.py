@@ -25,10 +25,10 @@ from toolkit.base import fsio, logs, staged, terminal
 from toolkit.base.errors import (
     MaybeQueuedError,
     RequestError,
+    RunLockedError,
     SlurmError,
     SlurmRefusedError,
     SubmissionRefusedError,
-    TakenError,
 )
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.config.cluster import gpus_in
@@ -45,7 +45,7 @@ from toolkit.run.submission.handle import Run
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.jobs import JobRow
-from toolkit.slurm.states import NEVER, in_words
+from toolkit.slurm.states import NEVER, describe_reason
 
 log = logs.get(__name__)
 
@@ -59,7 +59,7 @@ NO_LIMIT_MIN = 60 * 24 * 365
 def choose_executor(name: str) -> str:
     """Resolve ``auto`` and return the executor. Raises RequestError for an unknown name, or where Slurm is away."""
     if name not in EXECUTORS:
-        raise RequestError(f"executor: there is no {name!r}; valid: {', '.join(EXECUTORS)}")
+        raise RequestError(f"executor: unknown value {name!r}; valid: {', '.join(EXECUTORS)}")
     if name != "auto":
         return name
     if Slurm().available():
@@ -78,7 +78,7 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
     ``began_s`` is when the submission began, by ``time.monotonic()``.
     """
     note_queued(run)
-    fsio.keep_private()  # submitit's files hold logs too
+    fsio.set_private_umask()  # submitit's files hold logs too
     try:
         start = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]
         job_id = start(run, config, owner.token)
@@ -91,7 +91,7 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
         # sbatch has answered so late that another submission took this one for dead, and has the run by now.
         present = run.owner() if executor == "slurm" else None
         if present is not None and present.token != owner.token:
-            raise TakenError(f"run {run.id} has been resumed by somebody else meanwhile: `toolkit status {run.id}`")
+            raise RunLockedError(f"run {run.id} has been resumed elsewhere in the meantime: `toolkit status {run.id}`")
         took_s = None if began_s is None else round(time.monotonic() - began_s, 3)
         ownership.note_jobs(run, owner, job_id, took_s=took_s)
     except (OSError, RequestError):
@@ -107,8 +107,8 @@ def send(run: RunDir, config: JobConfig, executor: str, owner: OwnerRecord, *, b
 def note_queued(run: RunDir) -> None:
     """Write the status of a run that is being submitted."""
     status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
-    left_over = run.left_over()
-    run.write_status(status if left_over is None else status.replace(left_over=left_over))
+    interrupted = run.interrupted_status()
+    run.write_status(status if interrupted is None else status.replace(interrupted=interrupted))
 
 
 def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
@@ -131,17 +131,17 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
 
     with _fewer_words():
         try:
-            executor = Executor(run.submitit, python=exec_python())
+            executor = Executor(run.submitit, python=python_exec_line())
             parameters = slurm_parameters(config, run, token)
             # Not in slurm_parameters: a follow-up job is never requeued.
             flags = parameters["additional_parameters"]
             if _may_expedite(config):
                 flags["requeue"] = "expedite"
             # Wait for the current jobs of the runs that come first. Whether that is enough, the run finds out itself.
-            if (waits_for := run.after()) is not None:
+            if (waits_for := run.dependencies()) is not None:
                 from toolkit.plugins.sweep import awaited
 
-                if jobs := awaited.outlook(waits_for, Slurm().show_jobs).jobs:
+                if jobs := awaited.prerequisites(waits_for, Slurm().show_jobs).jobs:
                     theirs = f"afterany:{':'.join(jobs)}"
                     flags["dependency"] = ",".join(filter(None, [flags.get("dependency"), theirs]))
             executor.update_parameters(**parameters)
@@ -166,7 +166,7 @@ def _may_expedite(config: JobConfig) -> bool:
     try:
         return Slurm().expedites()
     except SlurmError as error:
-        log.debug("Slurm does not say whether it expedites requeues: %s", error)
+        log.debug("Slurm does not report whether it expedites requeues: %s", error)
         return False
 
 
@@ -181,8 +181,8 @@ def warn_if_held(row: JobRow | None, cancel: str) -> None:
     """Warn of a job that is queued and asks for more than it can have. The command ``cancel`` takes it back."""
     if row is not None and row.reason in NEVER:
         log.warning(
-            "job %s is queued and may never start: %s; `%s` takes it back, then ask for less",
-            *(row.job_id, in_words(row.reason), cancel),
+            "job %s is queued and may never start: %s; `%s` cancels it; then ask for less",
+            *(row.job_id, describe_reason(row.reason), cancel),
         )
 
 
@@ -204,10 +204,15 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: OwnerRecord, job_id: 
         return
     forbid_expedited_requeue(slurm, job_id)  # the follow-up job waits for an end that a queued job never has
     try:
+        # Recorded first: the job looks for it there once this is decided.
         ownership.note_jobs(run, owner, job_id, follower, took_s=took_s)
+        if ownership.claim_follow_up(run, owner.token):
+            return
+        ownership.note_jobs(run, owner, job_id, took_s=took_s)
     except OSError as error:  # an unrecorded job could not be found; the first job submits another when it starts
-        log.warning("the follow-up job %s is given up: %s", follower, error)
-        follow_up.dismiss([follower], slurm)
+        log.warning("the follow-up job %s is not used: %s", follower, error)
+    # The first job has started meanwhile, and submits its own.
+    follow_up.dismiss([follower], slurm)
 
 
 def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
@@ -215,11 +220,16 @@ def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
 
     from toolkit.run.supervise.entry import supervise
 
-    # As on Slurm, imports come from the run's copy of the sources.
+    # As on Slurm, imports come from the run's copy of the sources, and cluster.setup is run first.
     environ = {**submit_environment(os.environ), **snapshot.job_environment(run, os.environ, token)}
+    python = None
+    if config.cluster.setup:
+        script = run.submitit / f"submission-{token}.sh"
+        fsio.write_atomic(script, "\n".join([*_setup(config.cluster, run, token), f'{python_exec_line()} "$@"', ""]))
+        python = f"bash {shlex.quote(str(script))}"
     log_path = run.submitit / "controller.log"
     with _only_these(environ), _ignoring_the_terminal(), _fewer_words(), _output_to(log_path):
-        executor = submitit.LocalExecutor(run.submitit)
+        executor = submitit.LocalExecutor(run.submitit, python=python)
         executor.update_parameters(timeout_min=NO_LIMIT_MIN, gpus_per_node=config.cluster.gpus_per_node)
         return str(executor.submit(supervise, str(run.path), "local").job_id)
 
@@ -229,6 +239,8 @@ def _send_to_debug(run: RunDir, config: JobConfig, token: str) -> str:
 
     from toolkit.run.rank.main import run_rank
 
+    if config.cluster.setup:
+        log.warning("cluster.setup is not run: the one rank is in this process; give the command after these lines")
     with _only_these({**os.environ, rundir.RUN_DIR_VARIABLE: str(run.path)}), _fewer_words(), terminal.unguarded():
         job = submitit.DebugExecutor(run.submitit).submit(run_rank, str(run.config), [])
         job.result()
@@ -301,14 +313,14 @@ def _fewer_words() -> Iterator[None]:
 
 def sbatch_script(config: JobConfig, run: RunDir) -> str:
     """Return the text that submitit hands to sbatch, made by submitit itself."""
-    command = f"{exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
+    command = f"{python_exec_line()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
     return with_components(_text_of(run, command, slurm_parameters(config, run, "TOKEN")), config, run)
 
 
 def with_components(script: str, config: JobConfig, run: RunDir) -> str:
     """Return a batch script with the options of the job's other components behind those of the first."""
     lines, blocks = script.split("\n"), list[str]()
-    for part in config.cluster.parts[1:]:
+    for part in config.cluster.component_requests[1:]:
         options = _text_of(run, "", slurm_parameters(config, run, "", part)).split("\n")
         blocks += [
             "#SBATCH hetjob",
@@ -339,7 +351,7 @@ def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) ->
     return with_components(_text_of(run, follow_up.command(run), values), inherited, run)
 
 
-def exec_python() -> str:
+def python_exec_line() -> str:
     """Return the Python command with ``exec``. A bash in between would die at the first SIGTERM, and all with it."""
     return f"exec {shlex.quote(str(staged.origin(sys.executable)))}"
 
@@ -351,13 +363,8 @@ def slurm_parameters(
 
     GPUs are asked for at job level: a request per task would hide the peers' devices from NCCL.
     """
-    parts = config.cluster.parts
+    parts = config.cluster.component_requests
     cluster = component or parts[0]
-    quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
-    quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
-    # The setup may set another umask for what the ranks write; sbatch gives the shell ours, which is private.
-    umask, quoted[fsio.UMASK_VARIABLE] = quoted[fsio.UMASK_VARIABLE], "$(umask)"
-    exports = [f"export {name}={value}" for name, value in quoted.items()]
     values: dict[str, Any] = {
         "job_name": config.name,
         "nodes": cluster.nodes + cluster.spare_nodes,
@@ -369,10 +376,11 @@ def slurm_parameters(
         "wckey": None,  # submitit's own default, "submitit", is refused where wckeys are enforced
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
-        # Ours come last: `module load` may set PYTHONPATH.
-        "setup": [follow_up.IGNORE_SIGNALS, f"umask {umask}", *cluster.setup, *exports, "umask 077"],
+        "setup": _setup(cluster, run, token),
     }
-    others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
+    others: dict[str, Any] = {
+        "signal": f"B:USR2@{cluster.save_before_limit_s}"
+    }  # to the supervisor; ranks would die of it
     # A component of one node goes without: if it is lost, Slurm would requeue that component alone, and hold the job.
     if may_lose_nodes(config, sum(part.nodes + part.spare_nodes for part in parts)) and values["nodes"] > 1:
         others["no-kill"] = True
@@ -389,6 +397,17 @@ def slurm_parameters(
     if "nodes" in others:  # a range of them
         del values["nodes"]
     return {name: value for name, value in values.items() if value is not None or name == "wckey"}
+
+
+def _setup(cluster: ClusterConfig, run: RunDir, token: str) -> list[str]:
+    """Return the lines that come before the supervisor: ``cluster.setup``, and what the supervisor needs."""
+    quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
+    quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
+    # The setup may set another umask for what the ranks write; sbatch gives the shell ours, which is private.
+    umask, quoted[fsio.UMASK_VARIABLE] = quoted[fsio.UMASK_VARIABLE], "$(umask)"
+    exports = [f"export {name}={value}" for name, value in quoted.items()]
+    # Ours come last: `module load` may set PYTHONPATH.
+    return [follow_up.IGNORE_SIGNALS, f"umask {umask}", *cluster.setup, *exports, "umask 077"]
 
 
 #: Keys of ``cluster`` that are named as the flags which choose the nodes.

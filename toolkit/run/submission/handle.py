@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import fsio, logs
 from toolkit.base.durations import as_clock
-from toolkit.base.errors import DamagedFileError, JobFailedError, RequestError, nearest
+from toolkit.base.errors import DamagedFileError, JobFailedError, RequestError, ToolkitError, did_you_mean
 from toolkit.base.process_limits import limits
-from toolkit.base.procfs import Life
+from toolkit.base.procfs import Liveness
 from toolkit.checkpoint.folder import committed, step_of
 from toolkit.files import records, rundir
 from toolkit.files.run_files import RunState, RunStatus
@@ -28,11 +28,12 @@ from toolkit.files.rundir import RunDir
 from toolkit.metrics import lines as metric_lines
 from toolkit.run.attempt import advice
 from toolkit.run.attempt.journal import write_ended
-from toolkit.run.records import ownership, stop_request
-from toolkit.run.records.stop_request import Intent
-from toolkit.run.records.submitted_run import SubmittedRun, submitter_of
+from toolkit.run.records import ownership, user_requests
+from toolkit.run.records.submitted_run import SubmittedRun, is_queued, submitter_of
+from toolkit.run.records.user_requests import Intent
 from toolkit.slurm import shared_queue, states
 from toolkit.slurm.commands import Slurm, SlurmCommands
+from toolkit.slurm.jobs import JobStatus
 
 if TYPE_CHECKING:  # reads configs, which a caller that only looks does not need
     from toolkit.config import Overrides
@@ -141,7 +142,7 @@ class Run(SubmittedRun):
             if over_since is not None:
                 self._raise_without_result(now - over_since)
             is_silent = self.executor != "slurm" and time.time() - (status.updated or began) > SILENT_S
-            if is_silent and (why := self.unseen()) is not None:
+            if is_silent and (why := self.unknown_state_advice()) is not None:
                 raise RequestError(f"{why}; it has written nothing for {SILENT_S:.0f} s and is not waited for")
             yield status
 
@@ -164,13 +165,13 @@ class Run(SubmittedRun):
         if not is_gone:
             self._end(Intent.CANCEL)
             return
-        if self.unseen() is None:
+        if self.unknown_state_advice() is None:
             state = "is over" if self.is_over() else "has a job or process that can be asked"
             raise RequestError(f"run {self.id} {state}: `toolkit cancel {self.id}` ends it, without --gone")
         self.is_elsewhere()  # raises
         # As a new owner: a process that lives in spite of all notices that, and ends.
         ownership.submit_as(self.dir, self.executor, ownership.take(self.dir, ownership.number_of(self.dir)))
-        stop_request.ask(self.dir, Intent.CANCEL)
+        user_requests.record_intent(self.dir, Intent.CANCEL)
         self._write_ended(Intent.CANCEL)
 
     def resume(self, overrides: Overrides = (), *, code: bool = False) -> Run:
@@ -179,7 +180,7 @@ class Run(SubmittedRun):
         ``code``: with the sources that the project has now, not with those of its submission.
         Raises RequestError for a run that has not ended.
         """
-        from toolkit.run.submission.resume import resume  # uses this module
+        from toolkit.run.submission.resume_run import resume  # uses this module
 
         return resume(self.dir, overrides, code=code)
 
@@ -215,18 +216,18 @@ class Run(SubmittedRun):
         return {step_of(path): path for path in reversed(committed(self.dir.checkpoints))}
 
     def stop(self) -> None:
-        """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` goes on with it.
+        """Have the ranks commit a checkpoint and end. The run is not requeued; :func:`resume` continues with it.
 
         Raises RequestError for a local run whose process cannot be seen from here.
         """
         self._end(Intent.STOP)
 
     def _end(self, what: Intent) -> None:
-        if (why := self.unseen()) is not None:
+        if (why := self.unknown_state_advice()) is not None:
             raise RequestError(why)
         if self.executor == "debug" and not self.is_over():
             raise RequestError(f"run {self.id} was started without a supervisor: {self.how_to_end()}")
-        stop_request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
+        user_requests.record_intent(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
             is_over = self._end_jobs(what, Slurm())
             # The supervisor may have left for a requeue before the request was there. It has written so then.
@@ -237,13 +238,26 @@ class Run(SubmittedRun):
         else:
             owner = self.dir.owner()
             # Else it finds the request at its start.
-            if owner is not None and owner.serves and owner.process.life() is Life.ALIVE:
+            if owner is not None and owner.serves and owner.process.life() is Liveness.ALIVE:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(owner.pid, signal.SIGTERM)
             is_over = self.is_over()
         # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, self.dir.owner()):
             self._write_ended(what)
+
+    def wake_supervisor(self) -> None:
+        """Have the run's supervisor look for requests at once. Without this it looks every few seconds.
+
+        SIGCONT does no harm to whatever else is the job's batch script.
+        """
+        with suppress(ToolkitError, OSError):
+            owner = self.dir.owner()
+            if self.executor == "slurm":
+                slurm = Slurm()
+                _hurry(self._jobs().ask(slurm.show_jobs), slurm)
+            elif owner is not None and owner.serves and owner.process.life() is Liveness.ALIVE:
+                os.kill(owner.pid, signal.SIGCONT)
 
     def _has_not_trained(self) -> bool:
         """True if no rank of the current job has begun its work. A later attempt may find its state in memory."""
@@ -263,7 +277,7 @@ class Run(SubmittedRun):
             if status is None:
                 continue
             # A job that still waits, or that was suspended before it trained, has nothing to save: a stop cancels it.
-            has_nothing = ownership.waits(status) or (status.is_paused and self._has_not_trained())
+            has_nothing = is_queued(status) or (status.is_paused and self._has_not_trained())
             if what is Intent.CANCEL or has_nothing:
                 slurm.cancel(job)
                 killed |= status.is_paused
@@ -277,26 +291,28 @@ class Run(SubmittedRun):
                 time.sleep(limits().look_at_ending_every_s)
             return is_over
         left = [status for status in answers.values() if status is not None and not status.is_over]
+        if what is Intent.STOP:
+            _hurry(answers, slurm)
         if any(status.state == "COMPLETING" for status in left):
             return None
-        return all(map(ownership.waits, left))
+        return all(map(is_queued, left))
 
     def _write_ended(self, what: Intent) -> None:
         """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
         if self.dir.result() is None:
-            state = stop_request.end_state(what)
+            state = user_requests.end_state(what)
             how = advice.end_words(self.dir.status(), state, len(self.dir.attempts()))
             write_ended(self.dir, state, how)
 
     def _raise_without_result(self, over_for_s: float) -> None:
         """Raise JobFailedError if the run's job is over and its result is overdue here."""
-        if not self.dir.path.is_dir():
+        if not fsio.is_there(self.dir.path):
             raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
         list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
         wait_s = limits().files_lag_s if self.executor == "slurm" else 0.0
         if over_for_s < wait_s or self.dir.result() is not None:
             return
-        asked = stop_request.asked(self.dir)
+        asked = user_requests.read_intent(self.dir)
         if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
             self._write_ended(asked)
             return
@@ -308,6 +324,13 @@ class Run(SubmittedRun):
             f"run {self.id}: {owner} is over and wrote no result; see {self.dir.submitit} "
             f"and {self.dir.logs}; {advice.of(self.dir, advice.LOST)}"
         )
+
+
+def _hurry(jobs: Mapping[str, JobStatus | None], slurm: SlurmCommands) -> None:
+    # It would have those that are suspended continue.
+    for job in [job for job, status in jobs.items() if status is not None and status.state == "RUNNING"]:
+        with suppress(ToolkitError, OSError):
+            slurm.cancel(job, signal="CONT", batch=True)
 
 
 def find(text: str) -> Run:
@@ -334,7 +357,7 @@ def runs(name: str = "*", *, state: str | None = None) -> list[Run]:
         [True]
     """
     if state is not None and state not in (known := [*map(str, RunState)]):
-        raise RequestError(f"state: no state {state!r}; {nearest(state, known)}states: {', '.join(known)}")
+        raise RequestError(f"state: unknown value {state!r}; {did_you_mean(state, known)}valid: {', '.join(known)}")
     found = list[Run]()
     for run in rundir.all_runs():
         if not fnmatchcase(run.name, name):

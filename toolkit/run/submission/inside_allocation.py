@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit.base import logs
+from toolkit.base import fsio, logs, outages
 from toolkit.base.errors import EXIT_DONE, PlacementError, RequestError, SlurmError
 from toolkit.files import rundir
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.allocation import Allocation
-from toolkit.run.job.slurm_job import JobFate
+from toolkit.run.job.slurm_job import JobOutcome
 from toolkit.run.prepare import snapshot
 from toolkit.run.prepare.new_run import load, new_run
 from toolkit.run.records import ownership
@@ -34,7 +34,9 @@ def supervise(config_path: str, overrides: Sequence[str]) -> None:
 
     def make_run(allocation: Allocation) -> RunDir:
         config = load(config_path, overrides, Path.cwd())
-        configs.validate(config, ranks=allocation.without(config.cluster.spare_nodes).world_size, login_node=False)
+        configs.validate(
+            config, ranks=allocation.without_spares(config.cluster.spare_nodes).world_size, login_node=False
+        )
         configs.check_places(config)
         run = new_run(config, Path.cwd())
         log.info("run folder: %s", run.path)
@@ -78,8 +80,8 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
         _refuse_ended_job(allocation)
         if "SLURMD_NODENAME" not in os.environ:  # slurmd sets it: a shell of salloc on a login node has none
             raise RequestError(
-                f"{socket.gethostname()} is no node of job {allocation.job_id}, and the supervisor works on one; open "
-                "a shell there by `srun --interactive --preserve-env --pty bash`, and give the command again"
+                f"{socket.gethostname()} is not a node of job {allocation.job_id}, and the supervisor must run on one; "
+                "open a shell there by `srun --interactive --preserve-env --pty bash`, and give the command again"
             )
         # A job that Slurm has restarted continues its run.
         run = _served_before(allocation)
@@ -88,11 +90,11 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
         else:
             run = make_run(allocation)
             rundir.remember_job(run, f"{allocation.job_key}-{command_key()}")
-        if run.code.is_dir():
+        if fsio.is_there(run.code):
             os.environ.update(snapshot.job_environment(run, os.environ))
             os.environ[RUN_VARIABLE] = str(run.path)
             os.execv(sys.executable, [sys.executable, "-m", "toolkit", "supervise", str(run.config)])
-        supervise_run(str(run.path), "slurm")  # a foreign script: there is no copy to run from
+        supervise_run(str(run.path), "slurm")  # a user script: there is no copy to run from
     elif _is_wanted(RunDir(Path(run_dir))):
         supervise_run(run_dir, "slurm")
 
@@ -103,7 +105,7 @@ def _refuse_ended_job(allocation: Allocation) -> None:
     try:
         row = Slurm().show_job(allocation.job_id)
     except SlurmError as error:  # that says nothing about the job
-        log.warning("Slurm does not say how the job stands: %s", error)
+        log.warning("Slurm does not report the job's state: %s", error)
         return
     if row is None or row.is_over or row.restarts > allocation.restart_count:
         how = "is not known to Slurm" if row is None else f"is over here ({row.state})"
@@ -136,11 +138,15 @@ def _is_wanted(run: RunDir) -> bool:
         return True
     logs.setup("follow-up")
     slurm, predecessors = Slurm(), predecessors_text.split(":")
-    fates = follow_up.fates(run, predecessors, slurm)
-    wanted = follow_up.takes_over(run, fates)
+
+    def judge() -> tuple[list[JobOutcome], bool]:
+        outcomes = follow_up.outcomes(run, predecessors, slurm)
+        return outcomes, follow_up.takes_over(run, outcomes)
+
+    outcomes, wanted = outages.retry_write(judge, run.path, "read")
     log.info("job %s %s", predecessors[0], "is continued here" if wanted else "needs no follow-up")
     # A predecessor that still runs writes the result itself.
-    if not wanted and JobFate.RUNNING not in fates:
+    if not wanted and JobOutcome.RUNNING not in outcomes:
         token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
-        follow_up.close(run, predecessors[0], token, slurm, job_id)
+        follow_up.finish_run(run, predecessors[0], token, slurm, job_id)
     return wanted

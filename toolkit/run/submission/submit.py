@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 from toolkit import config as configs
 from toolkit.base import fsio
-from toolkit.base.errors import ConfigError, MaybeQueuedError, RequestError, SlurmError, nearest
+from toolkit.base.errors import ConfigError, MaybeQueuedError, RequestError, SlurmError, did_you_mean
 from toolkit.config import JobConfig
 from toolkit.files import rundir
-from toolkit.files.run_files import AfterRecord, RunResult, RunState, waits_until
+from toolkit.files.run_files import DependencyRecord, RunResult, RunState, dependency_sentence
 from toolkit.files.rundir import RunDir
 from toolkit.run.prepare.new_run import check_submittable, load, new_run, refuse_unfit
 from toolkit.run.records import ownership
@@ -78,7 +78,7 @@ def dry_run(
     return _shown(_checked(config, overrides, Path.cwd(), chosen, waits_for), chosen, waits_for)
 
 
-def _shown(loaded: JobConfig, chosen: str, waits_for: AfterRecord | None) -> str:
+def _shown(loaded: JobConfig, chosen: str, waits_for: DependencyRecord | None) -> str:
     """Return what would be sent of a checked config."""
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
@@ -86,9 +86,10 @@ def _shown(loaded: JobConfig, chosen: str, waits_for: AfterRecord | None) -> str
         script = sbatch_script(loaded, run)
     else:
         ranks = loaded.cluster.tasks_per_node
-        script = f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
+        first = "cluster.setup, then " if loaded.cluster.setup else ""
+        script = f"# executor local: no sbatch script; {first}a supervisor and {ranks} rank(s) on this machine"
     if waits_for is not None:
-        script = f"{script.rstrip()}\n\n# {waits_until(waits_for.names())}"
+        script = f"{script.rstrip()}\n\n# {dependency_sentence(waits_for.names())}"
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
 
 
@@ -101,7 +102,7 @@ def _with_arguments(overrides: configs.Overrides, args: Sequence[object]) -> lis
 
 
 def _checked(
-    config: Submittable, overrides: configs.Overrides, folder: Path, executor: str, waits_for: AfterRecord | None
+    config: Submittable, overrides: configs.Overrides, folder: Path, executor: str, waits_for: DependencyRecord | None
 ) -> JobConfig:
     """Return the config of a run that can be submitted. Raises ConfigError or RequestError for any other."""
     config = _values_of(config) if callable(config) else config
@@ -119,7 +120,7 @@ def _checked(
             "or a job's class or its function main"
         )
     loaded = load(base, overrides, folder)
-    check_submittable(loaded, executor, folder, goes_on=begins_with(loaded, waits_for))
+    check_submittable(loaded, executor, folder, is_resume=resolve_init_from(loaded, waits_for))
     return loaded
 
 
@@ -137,7 +138,7 @@ def _values_of(job: Callable[..., object]) -> dict[str, str]:
     return {"name": Path(path).stem, "job": path}
 
 
-def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | None = None) -> AfterRecord | None:
+def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | None = None) -> DependencyRecord | None:
     """Return what a new run, or a sweep, is to wait for; None for nothing. Raises RequestError if it cannot wait."""
     names = [after] if isinstance(after, str) else [*after]
     if not names:
@@ -147,13 +148,13 @@ def awaited(after: str | Sequence[str], executor: str, show_jobs: ShowJobs | Non
     return find(names, executor, show_jobs or Slurm().show_jobs)
 
 
-def begins_with(config: JobConfig, waits_for: AfterRecord | None) -> bool:
+def resolve_init_from(config: JobConfig, waits_for: DependencyRecord | None) -> bool:
     """True if the config begins with the weights of a run that is waited for. Its path is written there."""
     if waits_for is None:
         return False
-    from toolkit.plugins.sweep.awaited import begin_with
+    from toolkit.plugins.sweep.awaited import resolve_init_from
 
-    return bool(begin_with(config, waits_for))
+    return bool(resolve_init_from(config, waits_for))
 
 
 def submit_command(
@@ -164,10 +165,10 @@ def submit_command(
     executor: str = "auto",
     after: str | Sequence[str] = (),
 ) -> Run:
-    """Submit a foreign, torchrun-style script as the ranks; return at once. See :func:`submit`."""
+    """Submit a torchrun-style script as the ranks; return at once. See :func:`submit`."""
     chosen = choose_executor(executor)
     waits_for = awaited(after, chosen)
-    return submit_foreign(_foreign_config(command, overrides, name), command, chosen, waits_for)
+    return submit_script(_script_config(command, overrides, name), command, chosen, waits_for)
 
 
 def dry_run_command(
@@ -180,29 +181,29 @@ def dry_run_command(
 ) -> str:
     """Return what :func:`submit_command` would send. See :func:`dry_run`."""
     chosen = choose_executor(executor)
-    config = _foreign_config(command, overrides, name)
+    config = _script_config(command, overrides, name)
     check_submittable(config, chosen, Path.cwd())
     return _shown(config, chosen, awaited(after, chosen))
 
 
-def submit_foreign(
-    config: JobConfig, command: Sequence[str], executor: str, waits_for: AfterRecord | None = None
+def submit_script(
+    config: JobConfig, command: Sequence[str], executor: str, waits_for: DependencyRecord | None = None
 ) -> Run:
-    """Submit ``command`` as the ranks of a valid config whose job is FOREIGN_JOB."""
+    """Submit ``command`` as the ranks of a valid config whose job is SCRIPT_JOB."""
     config.argv = list(command)
     check_submittable(config, executor, Path.cwd())  # before a run folder is made
     return _send_new(new_run(config, None), config, executor, waits_for)
 
 
 def supervise_command(command: Sequence[str], overrides: configs.Overrides = (), *, name: str | None = None) -> None:
-    """Supervise a foreign script as the ranks, inside the present sbatch or salloc allocation."""
-    config = _foreign_config(command, overrides, name)
+    """Supervise a user script as the ranks, inside the present sbatch or salloc allocation."""
+    config = _script_config(command, overrides, name)
     inside_allocation.enter(lambda allocation: new_run(config, None))
 
 
-def _foreign_config(command: Sequence[str], overrides: configs.Overrides, name: str | None) -> JobConfig:
+def _script_config(command: Sequence[str], overrides: configs.Overrides, name: str | None) -> JobConfig:
     given = configs.override_texts(overrides)
-    config = configs.load_config(None, [configs.argv_override(command), *given, f"job={configs.FOREIGN_JOB}"])
+    config = configs.load_config(None, [configs.argv_override(command), *given, f"job={configs.SCRIPT_JOB}"])
     if name:
         config.name = name
     elif not any(override.startswith("name=") for override in given):
@@ -227,11 +228,13 @@ def _refuse_missing_script(command: Sequence[str], config: JobConfig) -> None:
     is_seen_elsewhere = config.cluster.container or config.cluster.setup
     if not (path.is_file() or is_seen_elsewhere or (path.is_absolute() and not path.parent.is_dir())):
         there = sorted(str(other) for other in path.parent.glob("*.py"))
-        raise RequestError(f"{script}: there is no such file in {Path.cwd()}; {nearest(script, there)}".rstrip("; "))
+        raise RequestError(
+            f"{script}: there is no such file in {Path.cwd()}; {did_you_mean(script, there)}".rstrip("; ")
+        )
 
 
 def _send_new(
-    run: RunDir, config: JobConfig, executor: str, waits_for: AfterRecord | None, began_s: float | None = None
+    run: RunDir, config: JobConfig, executor: str, waits_for: DependencyRecord | None, began_s: float | None = None
 ) -> Run:
     """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
     try:
@@ -240,12 +243,12 @@ def _send_new(
         owner = ownership.submit_as(run, executor, ownership.take(run, 0))
         return executors.send(run, config, executor, owner, began_s=began_s)
     except (SlurmError, OSError) as error:
-        if run.last_number() > 1:  # sbatch hung until its user resumed the run
+        if run.last_owner_number() > 1:  # sbatch hung until its user resumed the run
             raise
         if isinstance(error, MaybeQueuedError):
             run.write_result(RunResult(RunState.FAILED, attempts=0, metrics={}, why=str(error)))
         else:
-            fsio.remove_tree(run.path)
+            run.remove()
             with suppress(OSError):  # the folder of the name, if it has no other run
                 run.path.parent.rmdir()
         raise

@@ -25,20 +25,19 @@ from toolkit.files.run_files import RunState
 from toolkit.files.rundir import RunDir
 from toolkit.nodes.agent.die_with_parent import SIGNALS, die_with
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agent_launcher import AgentLauncher
 from toolkit.nodes.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.nodes.start.agents import Agents, Endpoint
-from toolkit.nodes.start.launcher import Launcher
+from toolkit.nodes.start.launcher import AgentLauncher, Launcher
 from toolkit.run.attempt.journal import write_ended
 from toolkit.run.records import ownership
 from toolkit.run.records.ownership import Overtaken
 from toolkit.run.requeue.requeue import (
+    bring_back_after_deaths,
+    bring_back_if_half_started,
+    bring_back_if_it_passes,
     forbid_expedited_requeue,
-    give_back_after_deaths,
-    give_back_if_half_started,
-    give_back_if_it_passes,
 )
-from toolkit.run.supervise import parts
+from toolkit.run.supervise import supervisor_components
 from toolkit.run.supervise.supervisor import Supervisor
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.container import Container, outermost
@@ -47,6 +46,8 @@ from toolkit.slurm.srun_commands import limit_options
 
 #: What kills a supervisor this often in a row, with no new step in between, will kill the next one, too.
 MAX_DEATHS = 3
+#: All that the guard waits for.
+_AWAITED = (*SIGNALS, signal.SIGCONT, signal.SIGCHLD)
 
 log = logs.get(__name__)
 
@@ -58,7 +59,7 @@ def supervise(run_dir: str, where: str) -> None:
     or ``local``.
     """
     run = RunDir(Path(run_dir))
-    fsio.keep_private()
+    fsio.set_private_umask()
     logs.setup("supervisor")
     try:
         if where == "local":
@@ -69,8 +70,8 @@ def supervise(run_dir: str, where: str) -> None:
                 code = guarded(partial(run_supervisor, run, where, open_endpoint(run)), partial(_step, run))
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    except SupervisorKilledError as error:
-        code = EXIT_STOPPED if give_back_after_deaths(run, error, Slurm()) else EXIT_FAILED
+    except SupervisorCrashLoopError as error:
+        code = EXIT_STOPPED if bring_back_after_deaths(run, error, Slurm()) else EXIT_FAILED
         if code == EXIT_FAILED:
             _write_own_failure(run, error)
     except ToolkitError as error:
@@ -78,8 +79,9 @@ def supervise(run_dir: str, where: str) -> None:
         code = EXIT_FAILED
     # A run that is over must not be requeued because of the exit code.
     if code != EXIT_DONE:
-        if where == "slurm" and run.result() is not None:
-            forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
+        with contextlib.suppress(OSError, DamagedFileError):  # the code counts; the next start says what is damaged
+            if where == "slurm" and run.result() is not None:
+                forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
         raise SystemExit(code)
 
 
@@ -96,8 +98,8 @@ def run_supervisor(run: RunDir, where: str, endpoint: Endpoint | None, earlier_d
     # Held until there are handlers: a `toolkit cancel` at this moment would kill this process, and leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        outages.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
-        if where == "slurm" and give_back_if_half_started(run, Slurm()):
+        outages.retry_write(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
+        if where == "slurm" and bring_back_if_half_started(run, Slurm()):
             return EXIT_STOPPED
         return build(run, where, endpoint).run(earlier_death)
     except Overtaken as error:
@@ -106,7 +108,7 @@ def run_supervisor(run: RunDir, where: str, endpoint: Endpoint | None, earlier_d
     except Exception as error:
         if isinstance(error, OSError):
             log.error("%s: %s", run.path, error, exc_info=True)
-            if where == "slurm" and give_back_if_it_passes(run, error, Slurm()):
+            if where == "slurm" and bring_back_if_it_passes(run, error, Slurm()):
                 return EXIT_STOPPED
         _write_own_failure(run, error)
         return EXIT_FAILED
@@ -117,13 +119,13 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
     log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
     why = f"the supervisor failed: {type(error).__name__}: {error}"
     try:
-        outages.persist(lambda: write_ended(run, RunState.FAILED, why), run.path)
+        outages.retry_write(lambda: write_ended(run, RunState.FAILED, why), run.path)
     except OSError as also:
         log.error("%s: this could not be written either: %s; `toolkit resume %s` continues", run.path, also, run.id)
-    parts.notify(run)
+    supervisor_components.notify(run)
 
 
-class SupervisorKilledError(ToolkitError):
+class SupervisorCrashLoopError(ToolkitError):
     """Supervisors were killed one after the other, and the run made no new step in between."""
 
 
@@ -151,23 +153,24 @@ def guarded(run_once: Callable[[str | None], int], step: Callable[[], int]) -> i
     finally:  # there is no child any more to pass signals to
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    raise SupervisorKilledError(
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+    raise SupervisorCrashLoopError(
         f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?"
     )
 
 
 def _run_child(run_once: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:
     """Return the exit code, negative after a signal, and whether SIGTERM was passed on."""
-    passed_on: list[int] = []
     guard = os.getpid()
-    # Blocked while there is no child to pass signals to: one that comes now is delivered a moment later.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # Blocked, and taken one by one by `sigwait`: a handler's signal that comes just before a wait would be noticed only
+    # after it. What comes while there is no child is passed on to the next.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     child = os.fork()
     if child == 0:
         # Never return: the frames above on the stack are the guard's.
         code = 1
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, signal.SIGCONT])
             die_with(guard, signal.SIGKILL)
             code = run_once(earlier_death)  # unblocks the signals when it has handlers: one may have come already
         finally:
@@ -175,25 +178,20 @@ def _run_child(run_once: Callable[[str | None], int], earlier_death: str | None)
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-
-    def pass_on(number: int, frame: object) -> None:
-        passed_on.append(number)
-        os.kill(child, number)  # not reaped before the handlers are gone, so the pid is not reused
-
-    for number in SIGNALS:
-        signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # Wait without reaping: the pid stays the child's while signals are passed on.
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    # Signals that come from now on are for the next child, if there is one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    passed_on = set()
+    # Looked at without reaping: the pid stays the child's while signals are passed on.
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        number = signal.sigwait(_AWAITED)
+        if number != signal.SIGCHLD:
+            passed_on.add(number)
+            os.kill(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on
 
 
 def open_endpoint(run: RunDir) -> Endpoint | None:
     """Return the endpoint that outlives a supervisor. Without one each supervisor opens its own."""
     try:
-        return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
+        return Endpoint.listen(run, Allocation.slurm(os.environ).hosts, os.environ)
     except (OSError, ToolkitError) as error:
         log.warning("a supervisor that is killed would lose what is in the nodes' memory: %s", error)
         return None
@@ -202,7 +200,7 @@ def open_endpoint(run: RunDir) -> Endpoint | None:
 def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     """Return the supervisor of ``run``, with the launcher that its ranks need. ``where`` is ``slurm`` or ``local``."""
     token = os.environ.get(ownership.TOKEN_VARIABLE)
-    config = outages.persist(lambda: _config(run, token), run.path, "read")
+    config = outages.retry_write(lambda: _config(run, token), run.path, "read")
     if where == "local":
         allocation = Allocation.local(config.cluster)
         container = _container(run, config, allocation)
@@ -214,10 +212,10 @@ def build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     allocation = Allocation.slurm(os.environ, slurm).in_order(slurm)
     allocation = replace(allocation, tasks_per_gpu=config.cluster.tasks_per_gpu)
     container = _container(run, config, allocation)
-    watch = parts.watch_command(config, run, allocation)
+    watch = supervisor_components.batch_host_watch_command(config, run, allocation)
     starter = SrunAgents(run, allocation, limit_options(config.cluster.setup))
     agents = Agents(run, allocation, starter, endpoint, watch_command=watch)
-    launcher = parts.launcher(config, run, allocation, slurm, agents, container)
+    launcher = supervisor_components.launcher(config, run, allocation, slurm, agents, container)
     return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
 
 

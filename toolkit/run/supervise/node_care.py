@@ -12,10 +12,10 @@ from toolkit.base.errors import SlurmError
 from toolkit.base.process_limits import limits
 from toolkit.nodes.agent.messages import LeaveOrder
 from toolkit.run.attempt.attempt import Attempt
-from toolkit.run.attempt.facts import Stop
-from toolkit.run.supervise import parts
-from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.stop_path import StopPath
+from toolkit.run.attempt.verdict import StopReason
+from toolkit.run.supervise import supervisor_components
+from toolkit.run.supervise.rank_stop import RankStopper
+from toolkit.run.supervise.supervisor_components import Context
 
 log = logs.get(__name__)
 
@@ -31,13 +31,13 @@ class NodeCare:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.dead = parts.dead_node_finder(context)
+        self.dead = supervisor_components.dead_node_finder(context)
         self._drained: NodePoller | None = None
         slurm = context.job.slurm
         if slurm is not None and len(context.allocation.hosts) > 1:  # a job on one node cannot leave it
-            self._drained = for_drained_nodes(slurm.drained)
+            self._drained = for_drained_nodes(slurm.drain_reasons)
 
-    def look_for_ailing(self, attempt: Attempt, stops: StopPath) -> None:
+    def look_for_degraded(self, attempt: Attempt, stops: RankStopper) -> None:
         """Ask the ranks to stop where good spares can replace drained or sick nodes, and no step is lost by it."""
         agents, nodes = self._context.agents, self._context.nodes
         if agents is None:
@@ -49,9 +49,9 @@ class NodeCare:
         slow = self._context.usage.slow_links() or {}
         nodes.note(sick={**slow, **agents.sick_hosts}, drained=drained)
         # Move only if good spares are there and the stop costs no step.
-        leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)
+        leaving = nodes.replaceable(attempt.plan.hosts, agents.heard_hosts)
         is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None
-        if not leaving or is_ending or self._context.is_foreign:
+        if not leaving or is_ending or self._context.is_script:
             return
         step_s = attempt.mean_step_s
         if step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
@@ -62,10 +62,10 @@ class NodeCare:
         attempt.vacate(leaving)
         for host, bad in leaving.items():
             nodes.condemn(host, bad.why, is_drained=bad.is_drained)
-        stops.ask(Stop.MOVE)
+        stops.ask(StopReason.MOVE)
 
-    def give_back(self, attempt: Attempt) -> None:
-        """Give the drained nodes that were left back to Slurm. Their administrator waits until no job is there."""
+    def release_drained(self, attempt: Attempt) -> None:
+        """Release the drained nodes that were left from the job. Their administrator waits until no job is there."""
         job, agents = self._context.job, self._context.agents
         drained = {host for host, bad in attempt.vacated_nodes.items() if bad.is_drained}
         row = job.show() if drained else None
@@ -74,8 +74,8 @@ class NodeCare:
         for host in drained:
             agents.send(host, LeaveOrder())
         keep = hostlist.compress([host for host in hostlist.expand(row.node_list) if host not in drained])
-        give_back = partial(job.slurm.release_nodes, row.requeue_id, keep=keep)
-        outages.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", wait_s=0.0)
+        release = partial(job.slurm.release_nodes, row.requeue_id, keep=keep)
+        outages.retry_slurm(release, f"{', '.join(sorted(drained))} cannot be released", wait_s=0.0)
 
 
 class NodePoller:
@@ -100,7 +100,7 @@ class NodePoller:
         try:
             self.found = self._ask(hosts)
         except SlurmError as error:  # a controller that does not answer changes nothing
-            log.debug("Slurm does not say how the nodes are: %s", error)
+            log.debug("Slurm does not report the nodes' states: %s", error)
 
 
 def for_drained_nodes(

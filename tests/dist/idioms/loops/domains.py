@@ -18,7 +18,7 @@ with toolkit.start() as run:
             optimizer.zero_grad()
             (scale * cross_entropy(model(inputs), targets)).backward()
             optimizer.step()
-            seen.append(run.batch)
+            seen.append(run.batch_index)
 
     for _ in run.epochs(4):
         train(run.steps(source), 1.0)

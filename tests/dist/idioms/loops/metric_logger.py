@@ -31,7 +31,7 @@ def train_one_epoch(run, model, optimizer, loader, epoch, warmup=5):
     steps = run.steps(loader)
     length = len(steps)
     for inputs, targets in logger.log_every(steps, 4, f"epoch {epoch}"):
-        number = run.batch  # the logger's own begins anew after a resume within the epoch
+        number = run.batch_index  # the logger's own begins anew after a resume within the epoch
         if epoch == 0 and number < warmup:
             optimizer.param_groups[0]["lr"] = 0.1 * (number + 1) / warmup
         loss = cross_entropy(model(inputs), targets) / (1 + number / length)

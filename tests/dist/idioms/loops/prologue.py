@@ -26,6 +26,6 @@ with toolkit.start() as run:
             part = order[first : first + 3 * BATCH][run.rank :: run.world_size]
             optimizer.zero_grad()
             loss = cross_entropy(model(inputs[part] * mask), targets[part])
-            (scales[run.batch % 3] * loss).backward()
+            (scales[run.batch_index % 3] * loss).backward()
             optimizer.step()
     end(model=model)

@@ -22,12 +22,12 @@ from toolkit.base import this_node
 from toolkit.base.errors import ConfigError, DataMissingError
 from toolkit.base.torch_version import refuse_missing
 from toolkit.config import DataConfig, ImageConfig, choose
-from toolkit.config.catalog import data_root, sample_shape
-from toolkit.data.datasets import Datasets, Pictures, Standardise, pixels_of, transforms
+from toolkit.config.dataset_catalog import data_root, sample_shape
+from toolkit.data.datasets import Datasets, ImagePreprocessor, Standardise, pixels_of, torchvision_transforms
 from toolkit.data.fingerprint import digest
 from toolkit.data.permutation import hash64
 from toolkit.nodes.agent import state_memory
-from toolkit.plugins.formats.images.catalog import TORCHVISION
+from toolkit.plugins.formats.dataset_catalog import TORCHVISION
 from toolkit.ranks.batch import Batch
 
 #: Mean and deviation per channel of ImageNet's training images, pixels scaled to 0..1.
@@ -39,9 +39,9 @@ def build(config: DataConfig) -> Datasets:
     root, shape, images = data_root(config.root), sample_shape(config), config.images
     val_size = images.val_size or shape[1]
     resize = images.val_resize or round(val_size * 256 / 224)  # as for ImageNet
-    evaluated = Pictures((3, val_size, val_size), *_STATISTICS, resize, images.interpolation)
+    evaluated = ImagePreprocessor((3, val_size, val_size), *_STATISTICS, resize, images.interpolation)
     # Training images that are not changed at random are cut like evaluated ones, to their own size.
-    plain = Pictures(shape, *_STATISTICS, round(shape[1] * 256 / 224), images.interpolation)
+    plain = ImagePreprocessor(shape, *_STATISTICS, round(shape[1] * 256 / 224), images.interpolation)
     read, change = (read_pixels, training_transform(images, shape[1])) if config.augment else (plain.pixels, _unchanged)
     standardise, cache_bytes = Standardise(*_STATISTICS), int(images.cache_gb * 2**30)
     try:
@@ -78,7 +78,7 @@ class Photographs:
         folder = import_module("torchvision.datasets").ImageFolder(root)
         self.classes: list[str] = folder.classes
         self._read, self._change, self._standardise = read, change, standardise
-        self._eraser = transforms().RandomErasing(erase) if erase else None
+        self._eraser = torchvision_transforms().RandomErasing(erase) if erase else None
         self._fingerprint = digest(folder)
         # A worker that uses an object gets a copy of its page, since it counts the references to it. So there is one
         # object for all paths: of a list of them each worker would have a copy of its own in the end.
@@ -131,7 +131,7 @@ class Photographs:
             try:
                 pixels = self._read(path)
             except Exception as error:  # of a torn file Pillow says what is wrong, but not with which
-                raise OSError(getattr(error, "errno", None), f"{path} is no whole picture: {error}") from error
+                raise OSError(getattr(error, "errno", None), f"{path} is not a complete image: {error}") from error
             if self._cache is not None:
                 self._cache.put(index, pixels)
         return pixels
@@ -158,7 +158,7 @@ def training_transform(config: ImageConfig, size: int) -> Any:
     """
     from PIL import Image
 
-    v2 = transforms()
+    v2 = torchvision_transforms()
     modes = {mode: v2.InterpolationMode(mode) for mode in ("bilinear", "bicubic")}
     interpolation = choose("data.images.interpolation", config.interpolation, modes)
     crop, mirror = v2.RandomResizedCrop(size, interpolation=interpolation), v2.RandomHorizontalFlip()
@@ -218,7 +218,7 @@ class PixelCache:
     """
 
     def __init__(self, count: int, most_bytes: int, key: str) -> None:
-        if most_bytes > (limit := this_node.total_bytes()):
+        if most_bytes > (limit := this_node.total_memory_bytes()):
             raise ConfigError(
                 f"data.images.cache_gb: {most_bytes / 2**30:g} is more than the {limit / 2**30:.1f} GB of memory that "
                 "this job may take on a node; use less, and leave room for the ranks"
@@ -226,7 +226,7 @@ class PixelCache:
         words = np.frombuffer(hashlib.sha256(f"{key} {count} {most_bytes}".encode()).digest()[:16], np.int64)
         first = 8 * (_HEAD + 3 * count)
         # The file of the node's agent is tried first, then a file of this rank.
-        for path in (os.environ.get(state_memory.PIXELS), None):
+        for path in (os.environ.get(state_memory.PIXEL_FILE), None):
             self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("pixels")
             with self._locked():
                 if not os.fstat(self._file).st_size:
@@ -331,7 +331,7 @@ class PairMixing:
         pair = places // 2
         weights = shares[pair].view(-1, 1, 1).repeat(1, height, width)
         # A rectangle with the other's part of the area, around a point at random; what is outside of the image is lost.
-        is_cut = torch.tensor(self._cuts)[kinds][pair]
+        is_cutmix = torch.tensor(self._cuts)[kinds][pair]
         reach = 0.5 * (1 - shares[pair]).sqrt()
         covered = [
             (torch.arange(edge) >= (at[pair] - (reach * edge).int())[:, None])
@@ -339,4 +339,4 @@ class PairMixing:
             for at, edge in ((y, height), (x, width))
         ]
         outside = ~(covered[0][:, :, None] & covered[1][:, None, :])
-        return partner, torch.where(is_cut[:, None, None], outside.float(), weights)
+        return partner, torch.where(is_cutmix[:, None, None], outside.float(), weights)

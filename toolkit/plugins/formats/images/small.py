@@ -22,10 +22,10 @@ from toolkit.base import fsio, terminal
 from toolkit.base.errors import DataMissingError, RequestError
 from toolkit.base.torch_version import refuse_missing
 from toolkit.config import DataConfig
-from toolkit.config.catalog import data_root, sample_shape
-from toolkit.data.datasets import Datasets, RandomShift, in_memory, transforms
+from toolkit.config.dataset_catalog import data_root, sample_shape
+from toolkit.data.datasets import Datasets, RandomShift, in_memory, torchvision_transforms
 from toolkit.files import origin
-from toolkit.plugins.formats.images.catalog import FILES, TORCHVISION, fetch_command, files_of
+from toolkit.plugins.formats.dataset_catalog import FILES, TORCHVISION, fetch_command, files_of
 
 #: Seconds until a download is given up: a server behind a firewall never answers.
 FETCH_TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ def _augmentation(config: DataConfig) -> Callable[[Tensor], Any]:
     if config.name != "cifar10":
         return partial(RandomShift, 2)
     pixels = max(sample_shape(config)[1] // 8, 1)  # 4 of 32
-    v2 = transforms()
+    v2 = torchvision_transforms()
     return lambda background: v2.Compose([RandomShift(pixels, background), v2.RandomHorizontalFlip()])
 
 
@@ -116,7 +116,7 @@ def fetch_weights(name: str, root: str | None) -> str:
         raise RequestError(f"torchvision has no weights {name}: {error}") from None
     fsio.make_dir(path.parent)
     digest = HASH_REGEX.search(url)  # the name of a file of weights holds the beginning of its SHA-256
-    with _downloading(name, [url], [path]), fsio.new_path(path) as scratch:
+    with _downloading(name, [url], [path]), fsio.atomic_path(path) as scratch:
         download_url_to_file(url, str(scratch), digest and digest[1], progress=False)
     return f"{name} is in {path}"
 

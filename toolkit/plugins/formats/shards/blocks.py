@@ -26,13 +26,13 @@ class BlockReader:
     def __init__(self, index: ShardIndex, kind: ShardFormat, columns: tuple[str, ...]) -> None:
         self._index, self._format, self._columns = index, kind, columns
         self._samples = 0
-        self.keep(0)
+        self.set_retention(0)
         self._open: dict[int, tuple[int, OpenBlock | Exception]] = {}
         self._coming: dict[int, Future[OpenBlock | Exception]] = {}
         self._asked: set[int] = set()
         self._pid = 0
 
-    def keep(self, samples: int) -> None:
+    def set_retention(self, samples: int) -> None:
         """Keep each block until ``samples`` others were read, or a few more."""
         self._kept = max(samples, limits().kept_samples)
 
@@ -174,8 +174,8 @@ class BlockOrder:
         # A lane that gives more samples to each batch is sooner at the end of its block.
         rows_left = (ends[number] - sequence) / per_row
         soonest = np.argsort(rows_left, kind="stable")
-        goes_on = ends[number] < self._rows * self._lanes[lane + 1]
-        following: list[int] = blocks[number[soonest[goes_on[soonest]]] + 1].tolist()
+        continues = ends[number] < self._rows * self._lanes[lane + 1]
+        following: list[int] = blocks[number[soonest[continues[soonest]]] + 1].tolist()
         return following
 
     def _samples(self, epoch: int, places: Indices) -> Indices:

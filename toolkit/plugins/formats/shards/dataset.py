@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.base.errors import ConfigError, JobCodeError, nearest
-from toolkit.config import catalog
+from toolkit.base.errors import ConfigError, JobCodeError, did_you_mean
+from toolkit.config import dataset_catalog
 from toolkit.data.permutation import Indices
 from toolkit.data.sampler import BatchPart, Order
 from toolkit.data.workers import stacked
@@ -44,7 +44,7 @@ class ShardedData:
     def __init__(self, root: str | Path | None, *, columns: Sequence[str] | None = None, lanes: int = LANES) -> None:
         if lanes < 1:
             raise ConfigError(f"lanes: {lanes} is not a number of lanes; use 1 or more")
-        folder = catalog.data_root(None if root is None else str(root))
+        folder = dataset_catalog.data_root(None if root is None else str(root))
         self._setup(folder, _format_of(folder), columns, lanes)
 
     def _setup(self, root: Path, kind: ShardFormat, columns: Sequence[str] | None, lanes: int) -> None:
@@ -111,7 +111,7 @@ class ShardedData:
 
     def block_order(self, seed: int, batch_size: int) -> BlockOrder:
         """Return the order of a training; the loader asks for it."""
-        self._blocks.keep(2 * batch_size)
+        self._blocks.set_retention(2 * batch_size)
         return BlockOrder(self._index.starts, seed, batch_size=batch_size, lanes=self._lanes)
 
     def read_ahead(self, order: Order | None, part: BatchPart) -> None:
@@ -168,7 +168,9 @@ def _agreed_columns(index: ShardIndex, kind: ShardFormat, wanted: Sequence[str] 
         path = index.root / file.name
         for name in columns:
             if name not in schema:
-                raise ConfigError(f"{path}: has no column {name!r}; {nearest(name, schema)}it has {', '.join(schema)}")
+                raise ConfigError(
+                    f"{path}: has no column {name!r}; {did_you_mean(name, schema)}it has {', '.join(schema)}"
+                )
             if schema[name].startswith(REFUSED):
                 raise ConfigError(f"{path}: column {name!r} cannot be read: {schema[name].removeprefix(REFUSED)}")
             if schema[name] != first[name]:

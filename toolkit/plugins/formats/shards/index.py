@@ -167,7 +167,7 @@ def index_of(root: Path, kind: ShardFormat) -> ShardIndex:
     if known and (changed or len(known) > len(files)):
         gone = sorted(set(known) - set(names))
         log.warning(
-            "%s: shards are not as they were at the last index. New or changed: %s. Gone: %s",
+            "%s: shards have changed since the last index. New or changed: %s. Gone: %s",
             *(root, listing(changed) or "none", listing(gone) or "none"),
         )
     if changed or len(known) > len(files):
@@ -282,7 +282,7 @@ def _load(path: Path | None) -> dict[str, ShardFile]:
             )
         return known
     except Exception as error:  # zipfile, numpy and json each have errors of their own for a damaged file
-        log.warning("%s: this index of shards is damaged and is made again: %s", path, error)
+        log.warning("%s: this index of shards is damaged and is rebuilt: %s", path, error)
         return {}
 
 
@@ -294,7 +294,7 @@ PIECES, PIECE_BYTES = 16, 4096
 BUFFERS = 8
 
 
-class RunsFormat:
+class ContiguousFormat:
     """What formats share whose blocks are runs of bytes; see :class:`ShardFormat`."""
 
     def __init__(self) -> None:
@@ -307,12 +307,12 @@ class RunsFormat:
     def prepare(self, root: Path, files: Sequence[ShardFile]) -> None:
         """Do nothing: each file says all of itself."""
 
-    def span(self, file: ShardFile, block: int) -> tuple[int, int]:
+    def byte_range(self, file: ShardFile, block: int) -> tuple[int, int]:
         """Return where a block begins and ends in its file."""
         raise NotImplementedError
 
     def pieces(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> list[tuple[int, int]]:
-        begin, end = self.span(file, block)
+        begin, end = self.byte_range(file, block)
         return [(begin, end - begin)]
 
     def read(self, owner: object, path: Path, begin: int, end: int) -> memoryview:
@@ -347,6 +347,6 @@ def digest_of(path: Path, *more: bytes) -> str:
     return crc([*pieces, *more])
 
 
-def samples_of(file: ShardFile, block: int) -> tuple[int, int]:
+def sample_range(file: ShardFile, block: int) -> tuple[int, int]:
     """Return the first sample of a block and the one after its last. Both are counted within the file."""
     return int(file.firsts[block]), int(file.firsts[block + 1])

@@ -49,7 +49,7 @@ class ParquetFormat:
             tail = file.read()
             length = struct.unpack("<I", tail[:4])[0] if tail[4:] == MAGIC else size
             if length + 12 > size:
-                raise ValueError("it does not end as a Parquet file does: it is cut off, or no such file")
+                raise ValueError("it does not end as a Parquet file does: it is truncated, or not a Parquet file")
             file.seek(size - 8 - length)
             footer = file.read(length)
         metadata = self._parquet.read_metadata(path)

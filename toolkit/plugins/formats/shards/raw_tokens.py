@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.base.errors import ConfigError
-from toolkit.config import catalog
+from toolkit.config import dataset_catalog
 from toolkit.data.permutation import Indices
 from toolkit.plugins.formats.shards import index
 from toolkit.plugins.formats.shards.dataset import LANES, ShardedData
@@ -23,7 +23,7 @@ from toolkit.plugins.formats.shards.index import Scan, ShardFile
 DTYPES = ("uint16", "uint32")
 
 
-class RawTokenFormat(index.RunsFormat):
+class RawTokenFormat(index.ContiguousFormat):
     suffix = ".bin"
 
     def __init__(self, length: int, dtype: str) -> None:
@@ -35,25 +35,25 @@ class RawTokenFormat(index.RunsFormat):
     def scan(self, path: Path) -> Scan:
         size, width = path.stat().st_size, self._dtype.itemsize
         if size % width:
-            raise ValueError(f"its {size} bytes are no whole number of {self._dtype.name} tokens")
+            raise ValueError(f"its {size} bytes are not a whole number of {self._dtype.name} tokens")
         windows = max(size // width - 1, 0) // self._length
         whole, rest = divmod(windows, self._per_block)
         rows = [self._per_block] * whole + [rest] * bool(rest)
         return Scan((("tokens", self._dtype.name),), np.array(rows, np.int64), index.digest_of(path))
 
-    def span(self, file: ShardFile, block: int) -> tuple[int, int]:
-        first, stop = index.samples_of(file, block)
+    def byte_range(self, file: ShardFile, block: int) -> tuple[int, int]:
+        first, stop = index.sample_range(file, block)
         width = self._length * self._dtype.itemsize
         return first * width, stop * width + self._dtype.itemsize
 
     def open(self, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> RawTokenBlock:
         opened = RawTokenBlock()
-        tokens = np.frombuffer(self.read(opened, path, *self.span(file, block)), self._dtype)
+        tokens = np.frombuffer(self.read(opened, path, *self.byte_range(file, block)), self._dtype)
         opened.windows = np.lib.stride_tricks.sliding_window_view(tokens, self._length + 1)[:: self._length]
         return opened
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        first, stop = index.samples_of(file, block)
+        first, stop = index.sample_range(file, block)
         return f"windows {first} to {stop - 1}" if number is None else f"window {first + number}"
 
 
@@ -84,11 +84,13 @@ class RawTokens(ShardedData):
 
     def __init__(self, root: str | Path | None, length: int, *, dtype: str = "uint16", lanes: int = LANES) -> None:
         if dtype not in DTYPES:
-            raise ConfigError(f"dtype: {dtype} is no kind of tokens; use {' or '.join(DTYPES)}")
+            raise ConfigError(f"dtype: unknown value {dtype}; valid: {', '.join(DTYPES)}")
         if length < 1 or lanes < 1:
             raise ConfigError(f"length: {length}, lanes: {lanes}: each must be 1 or more")
         self._length = length
-        self._setup(catalog.data_root(None if root is None else str(root)), RawTokenFormat(length, dtype), None, lanes)
+        self._setup(
+            dataset_catalog.data_root(None if root is None else str(root)), RawTokenFormat(length, dtype), None, lanes
+        )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         tokens = super().__getitem__(index)["tokens"].to(torch.int64)

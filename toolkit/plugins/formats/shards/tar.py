@@ -22,7 +22,7 @@ KEY = "__key__"
 _NAME = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 
 
-class TarFormat(index.RunsFormat):
+class TarFormat(index.ContiguousFormat):
     name = "tar"
     suffix = ".tar"
 
@@ -56,8 +56,8 @@ class TarFormat(index.RunsFormat):
         rows = np.unique((begins[:-1] - begins[:1]) // index.BLOCK_BYTES, return_counts=True)[1].astype(np.int64)
         return Scan(_schema([key for key, _ in samples], names, members[:, 0]), rows, digest, details)
 
-    def span(self, file: ShardFile, block: int) -> tuple[int, int]:
-        first, stop = index.samples_of(file, block)
+    def byte_range(self, file: ShardFile, block: int) -> tuple[int, int]:
+        first, stop = index.sample_range(file, block)
         begins = file.scan.details["begins"]
         return int(begins[first]), int(begins[stop])
 
@@ -65,7 +65,7 @@ class TarFormat(index.RunsFormat):
         return TarBlock(self, path, file, block, columns)
 
     def describe(self, file: ShardFile, block: int, number: int | None) -> str:
-        first, stop = index.samples_of(file, block)
+        first, stop = index.sample_range(file, block)
         keys = file.scan.details["keys"]
         if number is None:
             return f"members {keys[first].decode()} to {keys[stop - 1].decode()}"
@@ -92,11 +92,11 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
         file.seek(end)
         tail = file.read(tarfile.BLOCKSIZE)
     if members and members[-1].offset_data + members[-1].size > size:
-        raise ValueError(f"it is cut off within member {members[-1].name}")
+        raise ValueError(f"it is truncated within member {members[-1].name}")
     # An archive ends with blocks of zeros.
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(b"\0"):
         place = f"after member {members[-1].name}" if members else "at its beginning"
-        raise ValueError(f"{place}: the next header is broken, or the file is cut off")
+        raise ValueError(f"{place}: the next header is broken, or the file is truncated")
     return [member for member in members if member.isfile()]
 
 
@@ -119,9 +119,9 @@ class TarBlock:
     """A run of samples of a tar, in memory."""
 
     def __init__(self, kind: TarFormat, path: Path, file: ShardFile, block: int, columns: tuple[str, ...]) -> None:
-        begin, end = kind.span(file, block)
+        begin, end = kind.byte_range(file, block)
         self._content, self._columns = kind.read(self, path, begin, end), columns
-        first, stop = index.samples_of(file, block)
+        first, stop = index.sample_range(file, block)
         details = file.scan.details
         self._keys = details["keys"][first:stop]
         inside = slice(*details["firsts"][[first, stop]].tolist())

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from toolkit.base.errors import DamagedFileError, DataMissingError, RequestError
 from toolkit.files.records import FileRecord, JsonRecord
-from toolkit.plugins.formats.tokens.catalog import TOKEN_INDEX
+from toolkit.plugins.formats.dataset_catalog import TOKEN_INDEX
 
 INDEX, DOCUMENTS, TOKENIZER = TOKEN_INDEX, "documents.npy", "tokenizer.json"
 TYPES = ("uint8", "uint16", "uint32")
@@ -66,7 +66,7 @@ class Tokens:
         if index is None:
             raise DataMissingError(
                 f"data.root: {folder} has no {INDEX}: make it with `toolkit data tokenize`, or run that again if it "
-                "did not come to its end"
+                "did not finish"
             )
         if index.dtype not in TYPES:
             raise DamagedFileError(f"{folder / INDEX}: dtype is {index.dtype}, and tokens are {', '.join(TYPES)}")
@@ -102,13 +102,13 @@ class Tokens:
         first, last = np.searchsorted(self._ends, [start + 1, stop + 1])
         return np.asarray(self._ends[first:last], np.int64) - start
 
-    def text(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens. Raises RequestError without the package `tokenizers`, where they are not bytes."""
         if self._tokenizer is not None:
             return str(self._tokenizer.decode([int(number) for number in ids]))
         return bytes(min(int(number), BYTES - 1) for number in ids).decode(errors="replace")
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without one that ends a document.
 
         Raises RequestError for a text of which the tokenizer knows no token, or not all.
@@ -149,7 +149,7 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exceptions
-        raise RequestError(f"{path} is no file of a tokenizer: {error}") from None
+        raise RequestError(f"{path} is not a tokenizer's file: {error}") from None
 
 
 def _mapped(path: Path, dtype: str, count: int) -> Any:
@@ -163,4 +163,4 @@ def _mapped(path: Path, dtype: str, count: int) -> Any:
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r") if count else np.zeros(0, dtype)
 
 
-_AGAIN = "copy the folder again, or make it anew with `toolkit data tokenize`"
+_AGAIN = "copy the folder again, or recreate it with `toolkit data tokenize`"

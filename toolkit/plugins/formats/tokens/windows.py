@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import ConfigError
-from toolkit.config.catalog import data_root
+from toolkit.config.dataset_catalog import data_root
 from toolkit.data.fingerprint import crc
-from toolkit.plugins.formats.tokens.catalog import text_files
+from toolkit.plugins.formats.dataset_catalog import text_files
 from toolkit.plugins.formats.tokens.folder import Tokens
 from toolkit.plugins.formats.tokens.writer import pack_bytes
 

@@ -77,7 +77,7 @@ class Encoder:
         return np.min_scalar_type(self.vocabulary - 1).newbyteorder("<")
 
     @property
-    def name(self) -> str:
+    def fingerprint(self) -> str:
         """Return a digest of the tokenizer's file; "bytes" without one."""
         return "bytes" if self.path is None else hashlib.sha256(self.path.read_bytes()).hexdigest()
 
@@ -115,7 +115,7 @@ def tokenize(
     # Name, size and time of change identify the content of files cheaply.
     stats = [(path, path.stat()) for path in files]
     identities = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
-    parts = [encoder.name, str(encoder.end), field, str(shard_tokens), *identities]
+    parts = [encoder.fingerprint, str(encoder.end), field, str(shard_tokens), *identities]
     request = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     fsio.make_dir(out)
     lock = fsio.try_lock(out / ".lock")  # which ends with its process
@@ -158,7 +158,7 @@ def pack_bytes(files: Sequence[Path], out: Path, alive: Callable[[], None] = lam
             alive()
 
     encoder = Encoder(None, None)
-    with fsio.new_path(out) as temporary:
+    with fsio.atomic_path(out) as temporary:
         fsio.make_dir(temporary)
         shard = _write_shard(temporary, 0, encoder, documents(), FinishedShard("", 0, 0, 0, 0, 0), 1 << 62)
         assert shard is not None, "there is a file, and each has an end"
@@ -220,10 +220,10 @@ def _finish(out: Path, encoder: Encoder, shards: Sequence[FinishedShard]) -> Tok
     starts = np.cumsum([0, *(shard.tokens for shard in shards)])
     ends = [out / _ENDS.format(number) for number in range(len(shards))]
     parts = [np.fromfile(path, np.int64) + start for path, start in zip(ends, starts, strict=False)]
-    with fsio.new_path(out / DOCUMENTS, replaces_file=True) as temporary, temporary.open("wb") as file:
+    with fsio.atomic_path(out / DOCUMENTS, replaces_file=True) as temporary, temporary.open("wb") as file:
         np.save(file, np.concatenate(parts))
     if encoder.path is not None:
-        with fsio.new_path(out / TOKENIZER, replaces_file=True) as temporary:
+        with fsio.atomic_path(out / TOKENIZER, replaces_file=True) as temporary:
             shutil.copyfile(encoder.path, temporary)
     index = TokenIndex(
         encoder.dtype.name,
@@ -288,7 +288,7 @@ def read_documents(paths: Sequence[Path], field: str, start: Position) -> Iterat
                 text.decode()
             except UnicodeDecodeError as error:
                 raise RequestError(
-                    f"{path} is no text in UTF-8: byte {error.start} is {text[error.start]:#04x}; convert it, or "
+                    f"{path} is not UTF-8 text: byte {error.start} is {text[error.start]:#04x}; convert it, or "
                     "leave it out"
                 ) from None
             yield text, Position(number + 1, 0)
@@ -306,13 +306,13 @@ def _lines(path: Path, field: str, offset: int) -> Iterator[tuple[bytes, int]]:
             try:
                 text = json.loads(line)[field]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                kind = f"has no {field!r}" if isinstance(error, KeyError) else "is no JSON object"
+                kind = f"has no {field!r}" if isinstance(error, KeyError) else "is not a JSON object"
                 raise RequestError(f"{where} {kind}; see --field") from None
             if not isinstance(text, str):
-                raise RequestError(f"{where}: {field!r} is no text but a {type(text).__name__}; see --field")
+                raise RequestError(f"{where}: {field!r} is not text but a {type(text).__name__}; see --field")
             try:
                 encoded = text.encode()
             except UnicodeEncodeError as error:
-                raise RequestError(f"{where}: {field!r} is no text: {error.reason}") from None
+                raise RequestError(f"{where}: {field!r} is not text: {error.reason}") from None
             if encoded:
                 yield encoded, offset

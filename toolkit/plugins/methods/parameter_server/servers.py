@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from toolkit.base.errors import ConfigError
 from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.config.strategy import ParameterServerConfig
-from toolkit.plugins.methods.parameter_server.mail import Handler, Kind, PeerMessage, Push
-from toolkit.plugins.methods.parameter_server.side import Flat, Side
+from toolkit.plugins.methods.parameter_server.messaging import Handler, Kind, PeerMessage, PushHeader
+from toolkit.plugins.methods.parameter_server.side import Flat, ParameterServerRank
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.layouts import autocast
-from toolkit.strategies.models import checkpoint_activations, evaluating, recomputed
+from toolkit.strategies.models import checkpoint_activations, evaluating, recompute_interval
 from toolkit.strategies.objective import (
     Loss,
     Measure,
@@ -41,12 +41,12 @@ from toolkit.strategies.objective import (
     refuse_other_weights,
     weights_of,
 )
-from toolkit.strategies.priming import priming, shareable, unused_message, without_gradient
+from toolkit.strategies.priming import params_without_grad, priming, shareable, unused_message
 from toolkit.strategies.protocol import StepOutput
-from toolkit.strategies.update.apply import weights_and_buffers
+from toolkit.strategies.update import weights_and_buffers
 
 
-class Server(Side):
+class Server(ParameterServerRank):
     """Keeps a part of the parameters and of the optimizer's state."""
 
     share = Share(0, 0)
@@ -62,7 +62,7 @@ class Server(Side):
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Serve one step: return when a ticket of each share has come for it. Rank 0's loss is that of all."""
-        self._settled = False
+        self._is_synchronized = False
         loss = self._serve(lr)
         self._n += 1
         return StepOutput(torch.tensor(loss if self._rank == 0 else 0.0, dtype=torch.float64, device=self._device))
@@ -102,11 +102,11 @@ class Server(Side):
         """Return no sums: a server evaluates nothing."""
         return Sums({}, 0)
 
-    def figures(self) -> Mapping[str, float | Tensor]:
-        return self._update.figures()
+    def step_metrics(self) -> Mapping[str, float | Tensor]:
+        return self._update.step_metrics()
 
-    def live(self) -> dict[str, Tensor]:
-        return self._update.live()  # of its part
+    def live_state(self) -> dict[str, Tensor]:
+        return self._update.live_state()  # of its part
 
 
 class SyncServer(Server):
@@ -117,7 +117,7 @@ class SyncServer(Server):
         self._arrived: dict[int, PeerMessage] = {}
 
     def _push(self, message: PeerMessage) -> None:
-        pushed = Push.of(message)
+        pushed = PushHeader.of(message)
         assert pushed.step == self._n, "a ticket comes in its step"
         assert pushed.share not in self._arrived, "and once"
         self._arrived[pushed.share] = message
@@ -131,7 +131,7 @@ class SyncServer(Server):
             while share not in self._arrived:
                 self._inbox.handle_next()
             message = self._arrived.pop(share)
-            pushed, part = Push.of(message), self._place.views(message.payload)
+            pushed, part = PushHeader.of(message), self._place.views(message.payload)
             if gradients:
                 torch._foreach_add_(gradients, part)
             gradients = gradients or part
@@ -177,7 +177,7 @@ class AsyncServer(Server):
         return loss
 
     def _push(self, message: PeerMessage) -> None:
-        pushed, gradients = Push.of(message), self._place.views(message.payload)
+        pushed, gradients = PushHeader.of(message), self._place.views(message.payload)
         factor = _scale(gradients, pushed.assumed / max(pushed.weight, 1e-30))
         self._stale.append(self._version - pushed.version)
         # The rate is scaled by the ticket's part of the global batch; see ``async`` above.
@@ -193,20 +193,20 @@ class AsyncServer(Server):
                 self._held.discard(share)
                 self._send_weights(self._workers[share])
 
-    def figures(self) -> Mapping[str, float | Tensor]:
+    def step_metrics(self) -> Mapping[str, float | Tensor]:
         """Return the updates between the weights that a ticket was computed with and those that it changed."""
         if not self._stale:
-            return super().figures()
+            return super().step_metrics()
         stale, self._stale = torch.tensor(self._stale), []
         return {
-            **super().figures(),
+            **super().step_metrics(),
             "staleness/mean": stale.double().mean().item(),
             "staleness/max": float(stale.max()),
             "staleness/tickets": stale,
         }
 
 
-class Worker(Side):
+class Worker(ParameterServerRank):
     """Has the whole model and computes gradients. The servers have the newest weights."""
 
     _objective: Objective
@@ -235,7 +235,7 @@ class Worker(Side):
             self._objective = checked
             self._pass(sample)
         self._objective = objective
-        unused = without_gradient(model)
+        unused = params_without_grad(model)
         model.zero_grad()
         if checked.refusal or unused:
             raise ConfigError(checked.refusal or unused_message(unused))
@@ -243,13 +243,13 @@ class Worker(Side):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """Compute the ticket, push it, and wait for the weights that the mode requires."""
         assert batch is not None, "build() made sure that every worker has a sample"
-        self._settled = False
+        self._is_synchronized = False
         figures = self._pass(batch)
-        self.own_time.stop()
+        self.local_stopwatch.stop()
         for server in self._servers:
             gradients = [rows_of(p.grad, rows) for p, rows in self._placed[server] if p.grad is not None]
             packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
-            pushed = Push(self._n, self.share.index, self._versions[server], *figures)
+            pushed = PushHeader(self._n, self.share.index, self._versions[server], *figures)
             self._mail.send(server, Kind.PUSH, astuple(pushed), packed)
         self._model.zero_grad()
         self._refresh()
@@ -294,7 +294,7 @@ class Worker(Side):
             batch = batch.to(self._device)
             return measured(measure, self._model, batch)
 
-    def live(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Tensor]:
         return weights_and_buffers(self._model)
 
 
@@ -316,7 +316,7 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncS
         "strategy.parameter_server.mode", chosen.mode, {"sync": None, "async": None, "bounded": chosen.staleness}
     )
     if session.rank >= chosen.servers:
-        return Worker(session, chosen, train, recompute=recomputed(config))
+        return Worker(session, chosen, train, recompute=recompute_interval(config))
     if chosen.mode == "sync":
         return SyncServer(session, chosen, train)
     return AsyncServer(session, chosen, train, ahead=ahead)

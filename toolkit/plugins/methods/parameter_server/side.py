@@ -16,28 +16,28 @@ from toolkit.base.errors import ConfigError, StoppedError, listing
 from toolkit.config import TrainConfig
 from toolkit.config.strategy import ParameterServerConfig
 from toolkit.metrics.meters import stopwatch
-from toolkit.plugins.methods.parameter_server.mail import Handler, Kind, Mail, PeerInbox, decode, encode
+from toolkit.plugins.methods.parameter_server.messaging import Handler, Kind, PeerInbox, PeerMessenger, decode, encode
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, gather_objects
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, Json, Replicated, Sharded
-from toolkit.strategies.models import in_training, refuse_extra_state
+from toolkit.strategies.models import refuse_extra_state, to_training_mode
 from toolkit.strategies.objective import Objective, refuse_learnt
 from toolkit.strategies.priming import refuse_together
 from toolkit.strategies.protocol import ModelFactory, OptimizerFactory
-from toolkit.strategies.update.apply import Update
+from toolkit.strategies.update import OptimizerWrapper
 
 
-class Side:
+class ParameterServerRank:
     """The common part of servers and workers; see :class:`~toolkit.strategies.protocol.Strategy`."""
 
     evaluates_together = False
 
-    _mail: Mail
+    _mail: PeerMessenger
     _inbox: PeerInbox
     _model: nn.Module  #: on a worker the whole model; on a server its part
     _part: nn.Module  #: this rank's part of the parameters; a worker's have no rows
-    _update: Update
+    _update: OptimizerWrapper
     _cuts: dict[str, Cut]
     _by_parameter: dict[Tensor, Cut]
 
@@ -53,8 +53,8 @@ class Side:
         self._device = session.device
         self._server = self._rank if self._rank in self._servers else None
         self._n = 0
-        self._settled = True
-        self.own_time = stopwatch(session.device)
+        self._is_synchronized = True
+        self.local_stopwatch = stopwatch(session.device)
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
@@ -64,16 +64,16 @@ class Side:
         # Connections first, since making them is a collective. Messages are read only once all ranks agree.
         # Servers have one to every rank, workers to the servers.
         peers = {*self._servers} if self._server is None else {*self._servers, *self._workers}
-        self._mail = Mail(sorted(peers - {self._rank}))
+        self._mail = PeerMessenger(sorted(peers - {self._rank}))
         self._inbox = PeerInbox(self._mail, self._handlers())
-        whole = in_training(model().to(self._device))
+        whole = to_training_mode(model().to(self._device))
         refuse_extra_state(whole, "a parameter server")
         with torch.no_grad():
             broadcast_tensors([*whole.parameters(), *whole.buffers()], source=0)
         self._cuts = cut(whole, len(self._servers))
-        self._part = shadow(whole, self._cuts, self._server)
+        self._part = server_partition(whole, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
-        self._update = Update(self._part, optimizer(self._part), self._train)
+        self._update = OptimizerWrapper(self._part, optimizer(self._part), self._train)
         refusal: str | None = None
         try:
             # Every server has the scalars, and updates in another order would make them differ.
@@ -119,7 +119,7 @@ class Side:
                 placed.append((parameter, rows))
         return placed
 
-    def split_data(self) -> None:
+    def prepare_split_data(self) -> None:
         """Do nothing: statistics stay those of the first worker, since workers do not communicate."""
 
     def begin(self, step: int) -> None:
@@ -151,38 +151,38 @@ class Side:
             for name in values
         }
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Give all ranks the newest weights (in ``sync`` mode workers have them), and the first worker's buffers.
 
         When all ranks have come to here, every ticket is applied.
         """
-        if self._settled:
+        if self._is_synchronized:
             return
         buffers = [*self._part.buffers()]  # the same tensors as the whole model's
         place = Flat(buffers)
         if self._rank == 0:
-            arrived = self._inbox.gather(Kind.SETTLE, self._others)
+            arrived = self._inbox.gather(Kind.SYNC, self._others)
             first = next(message for message in arrived if message.sender == self._workers[0])
             place.unpack(first.payload, buffers)
-            self._mail.send_all(Kind.SETTLED, place.pack(buffers))
+            self._mail.send_all(Kind.SYNCED, place.pack(buffers))
         else:
-            self._mail.send(0, Kind.SETTLE, payload=place.pack(buffers) if self._rank == self._workers[0] else None)
-            place.unpack(self._inbox.wait_for(Kind.SETTLED).payload, buffers)
+            self._mail.send(0, Kind.SYNC, payload=place.pack(buffers) if self._rank == self._workers[0] else None)
+            place.unpack(self._inbox.wait_for(Kind.SYNCED).payload, buffers)
         if not self._keeps_own:
             self._refresh()
-        self._settled = True
+        self._is_synchronized = True
 
     def _refresh(self) -> None:
         """Send the newest weights to all workers."""
         raise NotImplementedError
 
-    def figures(self) -> Mapping[str, float | Tensor]:
+    def step_metrics(self) -> Mapping[str, float | Tensor]:
         """Return nothing on a rank that applies no updates."""
         return {}
 
     def state(self) -> dict[str, Entry]:
         """Return the state. Every rank declares all of it, and a worker has no rows of it. A collective."""
-        self.settle()
+        self.synchronize()
         entries = self._entries()
         # Small values that are equal on all servers (step counts) become rank 0's: workers do not make the steps.
         replicated = {name: entry.value for name, entry in entries.items() if isinstance(entry, Replicated)}
@@ -206,10 +206,10 @@ class Side:
             entries[name] = declared(name, entry.value, self._cuts.get(name.split("/")[1]), self._server)
         return entries
 
-    def loaded(self, values: Mapping[str, Json]) -> None:
-        self._update.loaded(values)
+    def on_loaded(self, values: Mapping[str, Json]) -> None:
+        self._update.on_loaded(values)
         self._refresh()
-        self._settled = True
+        self._is_synchronized = True
 
     def close(self) -> None:
         """Leave the other ranks. They take a rank that fails for dead."""
@@ -261,7 +261,7 @@ def cut(model: nn.Module, servers: int) -> dict[str, Cut]:
     return cuts
 
 
-def shadow(model: nn.Module, cuts: Mapping[str, Cut], server: int | None) -> nn.Module:
+def server_partition(model: nn.Module, cuts: Mapping[str, Cut], server: int | None) -> nn.Module:
     """Return a copy of ``model`` whose parameters are the parts of ``server``. What is not cut is shared.
 
     An optimizer over it is the optimizer of that part: it knows all parameters by their names, also those of no rows.

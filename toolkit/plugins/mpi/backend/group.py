@@ -351,7 +351,7 @@ def _create(options: Any, _: object) -> MpiGroup:
     # comes first, and opens MPI unless that has happened.
     if not ranks:
         open_mpi(options.group_rank, options.group_size)
-        await_all(options.store, options.group_rank, options.group_size)
+        store_barrier(options.store, options.group_rank, options.group_size)
         return MpiGroup(MPI.COMM_WORLD.Dup(), options.group_rank, options.timeout)
     members = MPI.COMM_WORLD.Get_group().Incl(ranks)
     return MpiGroup(MPI.COMM_WORLD.Create_group(members), ranks[options.group_rank], options.timeout)
@@ -369,7 +369,7 @@ def open_mpi(rank: int, size: int) -> None:
         )
 
 
-def await_all(store: dist.Store, rank: int, size: int) -> None:
+def store_barrier(store: dist.Store, rank: int, size: int) -> None:
     """Return when every rank has opened MPI. No message is sent before.
 
     Open MPI's ranks finish opening within some milliseconds of each other. A message from a rank that has finished

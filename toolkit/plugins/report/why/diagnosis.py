@@ -60,8 +60,8 @@ _IN_PASSING = re.compile(
 )
 #: Warnings of Python's.
 _WARNINGS = re.compile(r"(?m)^[^\n]*Warning: [^\n]*")
-#: Lines after which a program may go on: warnings, and what a shell reports of a command, and Slurm of a folder or of a
-#: step that waits.
+#: Lines after which a program may continue: warnings, and what a shell reports of a command, and Slurm of a folder or
+#: of a step that waits.
 _WARNED = re.compile(
     rf"{_WARNINGS.pattern}"
     r"|^[^\n]*(?:\bWARNING\b|: (?:command )?not found|disabled, retrying|going to /tmp|TMPDIR)[^\n]*"
@@ -183,7 +183,7 @@ def _frame(text: str, at: int) -> str | None:
     """Return the frame from which the exception at ``at`` comes. None without a traceback just before it."""
     before = "\n".join(text[:at].split("\n")[-FRAME_LINES:])
     begin = before.rfind("Traceback (most recent call last)")
-    return None if begin < 0 else tracebacks.place(before, begin)
+    return None if begin < 0 else tracebacks.origin_frame(before, begin)
 
 
 class Tier(IntEnum):

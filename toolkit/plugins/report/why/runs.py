@@ -27,7 +27,7 @@ from toolkit.plugins.report.why.diagnosis import (
 )
 from toolkit.plugins.report.why.page import last_lines
 from toolkit.run.attempt.error_files import read_error_files
-from toolkit.run.attempt.facts import Cause, RankFailure
+from toolkit.run.attempt.verdict import Cause, RankFailure
 
 #: The number of ranks besides the first failing one whose reports are read, those that failed earliest.
 MOST_OTHERS = 8
@@ -49,8 +49,11 @@ _LIKELY: Mapping[str, str] = {Cause.OUT_OF_MEMORY: "host.oom_kill", Cause.NODE_F
 _FAILURES = {*_CERTAIN, *_LIKELY, Cause.CRASHED}
 
 
-def cause_of(what: RunDir | str) -> Diagnosis | None:
-    """Return what ended a run, or the job whose log ends with this text; None if it is not known, or did not fail."""
+def cause_of(what: RunDir | str, *, may_write: bool = True) -> Diagnosis | None:
+    """Return what ended a run, or the job whose log ends with this text; None if it is not known, or did not fail.
+
+    A full disk is found only by a caller that ``may_write`` a file to it.
+    """
     if isinstance(what, str):
         return cause_or_exception(what)
     result = what.result()
@@ -74,7 +77,8 @@ def cause_of(what: RunDir | str) -> Diagnosis | None:
     logs: list[Path] = []
     with contextlib.suppress(OSError):
         logs = sorted(what.submitit.glob("*_log.*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log)) or _by_disk(what)
+    found = _most_telling(found for log in logs[:MOST_JOB_LOGS] for found in _by_log(log))
+    return found or (_by_disk(what) if may_write else None)
 
 
 def _by_disk(run: RunDir) -> Diagnosis | None:
@@ -126,7 +130,8 @@ def _of_attempt(run: RunDir, record: AttemptRecord) -> Diagnosis | None:
     if best is None or best.is_consequence:
         others = sorted((report for report in reports if report.rank != rank), key=lambda report: report.time)
         best = _most_telling([*found, *_by_ranks(run, record.attempt, others[:MOST_OTHERS])])
-    return best
+    # A rank that lost its connection tells nothing about the one that failed before it.
+    return None if best is not None and best.is_consequence and rank is not None and best.rank != rank else best
 
 
 def _last_losses(run: RunDir) -> str:

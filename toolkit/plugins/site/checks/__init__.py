@@ -76,7 +76,10 @@ class CheckAnswer:
     @staticmethod
     def parse(text: str) -> CheckAnswer:
         """Return the answer in one line of JSON. Raises ValueError, TypeError or KeyError for any other line."""
-        content = json.loads(text)
+        try:
+            content = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         findings = tuple(Finding(**finding) for finding in content["findings"])
         times = float(content["began"]), float(content["ended"])
         return CheckAnswer(str(content["node"]), *times, findings, str(content["nodes"]))

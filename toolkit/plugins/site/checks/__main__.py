@@ -78,7 +78,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
 
     def disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:
         limit_s = request.disk_limit_s
-        text = f"{path} does not answer within {limit_s:g} s: its server is away, or the mount hangs; mount it anew"
+        text = f"{path} does not answer within {limit_s:g} s: its server is away, or the mount hangs; remount it"
         return Check(lambda: [run()], limit_s, Finding(check, "bad", "hangs", text))
 
     def asking(check: str, whom: str, run: Callable[[], list[Finding]]) -> Check:
@@ -86,7 +86,7 @@ def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
         return Check(run, ASKING_LIMIT_S, Finding(check, "bad", "hangs", text))
 
     def quick(run: Callable[[], list[Finding]]) -> Check:
-        text = f"does not get through its checks within {QUICK_LIMIT_S:g} s"
+        text = f"did not finish its checks within {QUICK_LIMIT_S:g} s"
         return Check(run, QUICK_LIMIT_S, Finding("answer", "bad", "none", text))
 
     # A look-up that has not ended within three times the warning's limit is reported as slow.

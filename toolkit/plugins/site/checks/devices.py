@@ -52,14 +52,14 @@ def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
         return ok("gpus", str(there))
     text = (
         f"only {there} of the {asked} GPUs asked for are visible: {on_node.described(environ)}; `dmesg` on the node "
-        "tells more; have it drained"
+        "has details; have it drained"
     )
     return Finding("gpus", "bad", f"{there} of {asked}", text)
 
 
 def _leftovers(gpus: Gpus) -> Finding:
     """Return a finding on memory that is in use, with the processes that the driver names."""
-    loads = {gpu.index: (gpu, gpus.load(gpu)) for gpu in gpus.gpus}
+    loads = {gpu.index: (gpu, gpus.utilization(gpu)) for gpu in gpus.gpus}
     used = {
         index: (load.memory_bytes or 0, (load.memory_bytes or 0) / load.total_memory_bytes)
         for index, (_, load) in loads.items()

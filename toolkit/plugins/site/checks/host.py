@@ -141,7 +141,7 @@ def check_shared(folder: Path, token: str, node: str) -> Finding:
     return ok("shared folder", SAME) if wrong is None else Finding("shared folder", "bad", "bad", wrong)
 
 
-def read_soon(path: Path, wanted: str, within_s: float) -> str | None:
+def wait_for_text(path: Path, wanted: str, within_s: float) -> str | None:
     """Return the text of ``path`` when it is ``wanted``, at the latest after ``within_s``.
 
     Returns None if there is no such file. Raises OSError for all other errors.
@@ -160,7 +160,7 @@ def read_soon(path: Path, wanted: str, within_s: float) -> str | None:
 def _reading(folder: Path, token: str, within_s: float) -> str | None:
     """Return what is wrong with the token in ``folder``, None if it can be read."""
     try:
-        text = read_soon(folder / TOKEN, token, within_s)
+        text = wait_for_text(folder / TOKEN, token, within_s)
     except OSError as error:
         return f"{folder.parent}: cannot be read {_explained(error)}"
     if text is None:
@@ -170,17 +170,17 @@ def _reading(folder: Path, token: str, within_s: float) -> str | None:
                 return f"{folder.parent} does not exist here: its file system is not mounted; have it mounted"
         return (
             f"{folder.parent} is another folder here than on the batch host, or a stale one: what was written there is "
-            f"not seen within {within_s:g} s; have its file system mounted anew"
+            f"not seen within {within_s:g} s; have its file system remounted"
         )
     if text != token:
-        return f"{folder / TOKEN} has other content here than on the batch host; have its file system mounted anew"
+        return f"{folder / TOKEN} has other content here than on the batch host; have its file system remounted"
     return None
 
 
 def _explained(error: OSError) -> str:
     """Return what an error means, in parentheses, and what to do."""
     known = {
-        errno.ESTALE: ": the handle is stale; have its file system mounted anew",
+        errno.ESTALE: ": the handle is stale; have its file system remounted",
         errno.EROFS: ": it is mounted read-only here; have it mounted for writing",
         errno.ENOSPC: ": it is full; make room, or set TOOLKIT_RUNS to another folder",
         errno.EDQUOT: ": your quota is used up; make room, or set TOOLKIT_RUNS to another folder",

@@ -28,14 +28,13 @@ from toolkit.base.process_limits import limits
 from toolkit.base.this_node import bare_python
 from toolkit.nodes.agent.messages import CheckAnswered, CheckOrder
 from toolkit.nodes.allocation import Allocation
-from toolkit.nodes.start.agents import Agents, NodeAnswered, NodeSilent
-from toolkit.nodes.start.launcher import Events
+from toolkit.nodes.start.agents import Agents, Events, NodeAnswered, NodeSilent
 from toolkit.plugins.site.checks import CheckAnswer, CheckRequest, Finding
-from toolkit.plugins.site.checks.host import TOKEN, read_soon
-from toolkit.plugins.site.checks.verdict import Heard, NodesReport, judge, prevented
+from toolkit.plugins.site.checks.host import TOKEN, wait_for_text
+from toolkit.plugins.site.checks.verdict import NodeCheck, NodesReport, failed_report, judge
 from toolkit.run.attempt import verdict
-from toolkit.run.supervise.context import Context
-from toolkit.run.supervise.stop_path import is_being_ended
+from toolkit.run.supervise.rank_stop import is_to_stop
+from toolkit.run.supervise.supervisor_components import Context
 
 #: For the measurement of the GPUs: the import of torch and five seconds of work.
 WAIT_S = 60.0
@@ -80,7 +79,7 @@ def report_on_nodes(
         shared.read_answers(nodes)
         return judge(nodes, time.monotonic() - began, errors, job.by_component)
     except OSError as error:
-        return prevented(hosts, str(error), time.monotonic() - began)
+        return failed_report(hosts, str(error), time.monotonic() - began)
     # Removed in a thread: the folder's file system may hang.
     finally:
         threading.Thread(target=shared.remove, daemon=True).start()
@@ -91,9 +90,11 @@ def command(request: CheckRequest) -> list[str]:
     return bare_python("toolkit.plugins.site.checks.__main__", json.dumps(asdict(request)))
 
 
-def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: float) -> tuple[list[Heard], list[str]]:
+def _listen(
+    hosts: Sequence[str], spares: set[str], events: Events, deadline: float
+) -> tuple[list[NodeCheck], list[str]]:
     """Return each host's answer by ``deadline`` (monotonic), and the errors of no single node."""
-    nodes = {host: Heard(host) for host in hosts}
+    nodes = {host: NodeCheck(host) for host in hosts}
     awaited, errors = set(hosts), list[str]()
     while awaited:
         # Only spares are missing: ranks can start without them.
@@ -107,7 +108,7 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
         match event:
             case NodeAnswered(host, CheckAnswered() as answer):
                 try:
-                    found = CheckAnswer.parse(answer.text)
+                    found = CheckAnswer.parse(last_line(answer.text))
                     nodes[host].take(found, event.asked, event.received, answer.began, answer.ended)
                 except (ValueError, TypeError, KeyError):
                     nodes[host].failure = answer.text.strip() or "its checks printed nothing; see its agent's log"
@@ -143,7 +144,7 @@ class SharedFolder:
             place = f"{self.path.parent}: cannot be written to from {socket.gethostname()}"
             raise OSError(f"{place}: {error.strerror or error}") from error
 
-    def read_answers(self, nodes: Sequence[Heard]) -> None:
+    def read_answers(self, nodes: Sequence[NodeCheck]) -> None:
         """Add a finding to each node whose file is not visible here."""
         try:
             unseen = _within(limits().check_folder_s, lambda: self._unseen(nodes))
@@ -151,13 +152,13 @@ class SharedFolder:
             unseen = set()
         text = (
             f"what it writes to {self.path.parent} is not seen on {socket.gethostname()}: it has another folder there, "
-            "or a stale one; have its file system mounted anew"
+            "or a stale one; have its file system remounted"
         )
         for node in nodes:
             if node.name in unseen:
                 node.findings = [*(node.findings or ()), Finding("shared folder", "bad", "differs", text)]
 
-    def _unseen(self, nodes: Sequence[Heard]) -> set[str]:
+    def _unseen(self, nodes: Sequence[NodeCheck]) -> set[str]:
         """Return the nodes that have written a file which is not visible. One listing covers nearly all of them.
 
         With thousands of nodes a look at each file would take seconds.
@@ -167,7 +168,7 @@ class SharedFolder:
         for node in nodes:
             found = [finding.severity for finding in node.findings or () if finding.check == "shared folder"]
             if "ok" in found and node.name not in listed:
-                text = read_soon(self.path / node.name, self.token, deadline - time.monotonic())
+                text = wait_for_text(self.path / node.name, self.token, deadline - time.monotonic())
                 if text != self.token:
                     unseen.add(node.name)
         return unseen
@@ -209,13 +210,13 @@ def mark_bad_nodes(context: Context) -> None:
         return
     # Spare nodes are checked too, for what a rank needs there.
     job, spare = context.allocation, context.config.cluster.spare_nodes
-    spares = {*job.hosts} - {*job.without(spare).hosts}
+    spares = {*job.hosts} - {*job.without_spares(spare).hosts}
     report = report_on_nodes(context.run.path, job, agents, context.events, spares=spares)
-    if not report.is_fine and is_being_ended(context):
+    if not report.is_fine and is_to_stop(context):
         return  # what ends the job ended the checks, too: they say nothing about the nodes
     for line in report.summary():
         log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
-    if verdict.fruitless_requeues(context.journal.history()) >= verdict.MAX_FRUITLESS_REQUEUES:
+    if verdict.bad_node_requeues(context.journal.history()) >= verdict.MAX_FRUITLESS_REQUEUES:
         return
     nodes.doubt(report.slow)
     # Slow GPUs only matter where a spare can take their place.
@@ -223,7 +224,7 @@ def mark_bad_nodes(context: Context) -> None:
         nodes.doubt(slow_nodes(agents, job, context.events))
     # A node that did not answer is bad only if its slurmd does not answer either.
     dead = context.job.unreachable(report.unknown) if report.unknown else set()
-    bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
+    bad = {**report.bad, **dict.fromkeys(dead, "no answer from it, and its slurmd does not answer")}
     for host, why in bad.items():
         nodes.condemn(host, why)
 
@@ -253,19 +254,24 @@ def slow_nodes(agents: Agents, job: Allocation, events: Events) -> dict[str, str
     agents.withdraw(number)
     slow: dict[str, str] = {}
     for hosts in groups:
-        slow |= compare({host: texts[host] for host in hosts if host in texts})
+        slow |= find_slow_gpus({host: texts[host] for host in hosts if host in texts})
     return slow
 
 
-def compare(texts: Mapping[str, str]) -> dict[str, str]:
+def last_line(text: str) -> str:
+    """Return the last line of what a check has printed. Libraries may print before it."""
+    return text.rstrip().rpartition("\n")[2]
+
+
+def find_slow_gpus(texts: Mapping[str, str]) -> dict[str, str]:
     """Return the nodes with a slow GPU, by the texts that nodes with GPUs of one kind have printed."""
     slow: dict[str, list[str]] = {}
     for kind, words in _WORDS.items():
         speeds: dict[tuple[str, int], float] = {}
         for host, text in texts.items():
             try:
-                speeds |= {(host, gpu): float(speed) for gpu, speed in enumerate(json.loads(text)[kind])}
-            except (ValueError, TypeError, LookupError):
+                speeds |= {(host, gpu): float(speed) for gpu, speed in enumerate(json.loads(last_line(text))[kind])}
+            except (ValueError, TypeError, LookupError, RecursionError):
                 log.warning("the speed of a node's GPUs is not known: %.200s", text.strip())
         if len(speeds) < LEAST_GPUS:
             continue

@@ -55,7 +55,7 @@ class NodesReport:
     def summary(self) -> list[str]:
         """Return lines for a log: a head, and one for each thing that is wrong."""
         bad = "all" if self.common else len(self.bad)
-        counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
+        counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be run"
         plural = "s" if len(self.hosts) > 1 else ""
         head = f"checks of {len(self.hosts)} node{plural}: {counts} ({self.took_s:.1f} s)"
         every = [finding for findings in self.findings.values() for finding in findings]
@@ -80,7 +80,7 @@ def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 @dataclass
-class Heard:
+class NodeCheck:
     """What has been heard of one node."""
 
     name: str
@@ -99,7 +99,7 @@ class Heard:
 
 
 def judge(
-    nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = (), alike: Sequence[Sequence[str]] = ()
+    nodes: Sequence[NodeCheck], took_s: float, errors: Sequence[str] = (), alike: Sequence[Sequence[str]] = ()
 ) -> NodesReport:
     """Compare what was heard of the nodes within ``took_s``.
 
@@ -108,7 +108,7 @@ def judge(
     ``errors`` are those that name no node; they are the reason if no node was heard at all.
     """
     if errors and not any(node.findings or node.failure for node in nodes):
-        return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
+        return failed_report([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
     # Add the findings that need a comparison of the nodes.
     by_host = {node.name: list(node.findings or ()) for node in nodes}
     groups = [[node for node in nodes if node.name in names] for names in map(set, alike)] or [[*nodes]]
@@ -146,9 +146,9 @@ def judge(
     )
 
 
-def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
+def failed_report(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
     """Return a report in which nothing is known of any node."""
-    return NodesReport(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
+    return NodesReport(tuple(hosts), {}, {}, {}, (f"the checks could not be run: {why}",), took_s)
 
 
 def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
@@ -160,17 +160,17 @@ def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapp
     return {host: text for host, text in texts.items() if text}
 
 
-def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Finding]]:
+def _unanswered(nodes: Sequence[NodeCheck], took_s: float) -> Iterator[tuple[str, Finding]]:
     for node in nodes:
         if node.failure:
             text = f"could not be checked ({node.failure}); have the node looked at"
             yield node.name, Finding("answer", "bad", "none", text)
         elif node.findings is None:
-            text = f"nothing was heard of it within {took_s:.0f} s: nothing is known of it"
+            text = f"no answer from it within {took_s:.0f} s: its state is unknown"
             yield node.name, Finding("answer", "warning", "none", text)
 
 
-def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+def _clocks(nodes: Sequence[NodeCheck]) -> Iterator[tuple[str, Finding]]:
     """Compare each clock with that of most nodes; with two or fewer with ours, which may be the wrong one."""
     clocks = {node.name: node.clock for node in nodes if node.clock is not None}
     usual = _usual_lead(clocks.values()) if len(clocks) > 2 else 0.0
@@ -207,7 +207,7 @@ def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
     return lead_s
 
 
-def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+def _fabric(nodes: Sequence[NodeCheck]) -> Iterator[tuple[str, Finding]]:
     """Find nodes with fewer active InfiniBand ports than most: their ranks would use a wrong network, or not meet."""
     ports: dict[str, float] = {}
     for node in nodes:
@@ -223,7 +223,7 @@ def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
             yield host, Finding("infiniband", "warning" if count else "bad", f"{count:g} of {usual:g}", text)
 
 
-def _speeds(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+def _speeds(nodes: Sequence[NodeCheck]) -> Iterator[tuple[str, Finding]]:
     """Find nodes with a slow core or memory. All ranks would wait for theirs."""
     for check in SPEEDS:
         values: dict[str, Finding] = {}

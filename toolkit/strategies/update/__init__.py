@@ -1,1 +1,0 @@
-"""One update of the weights from gradients, with clipping, pruning, averages and skipped steps."""
