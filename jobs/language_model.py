@@ -133,7 +133,7 @@ class LanguageModel(toolkit.Job):
         window = batch.inputs[:1, :, 0] if self.params.documents else batch.inputs[:1]
         begin = min(PROMPT, self.params.length // 2)
         tokens = continued(model, window, begin, begin + SAMPLED, self.alive)[0].cpu().numpy()
-        return {"eval/sample": f"{self.tokens.text(tokens[:begin])}[...]{self.tokens.text(tokens[begin:])}"}
+        return {"eval/sample": f"{self.tokens.decode(tokens[:begin])}[...]{self.tokens.decode(tokens[begin:])}"}
 
     def export_files(self) -> dict[str, str]:
         config = self.sizes.hugging_face(self.params.length)

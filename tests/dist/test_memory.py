@@ -38,6 +38,7 @@ def test_a_killed_run_goes_on_from_the_step_that_it_died_in(config: str, env: di
     check += ["--json", "--keep"]
     keys = ["checkpoint.memory_every_steps=1", "checkpoint.every_steps=1000"]
     done = subprocess.run([*TOOLKIT, *check, *keys], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["verdict"] == "IDENTICAL", found
     # The blow may fall a little late, or before the state of the step before has its digest, which a thread makes.
