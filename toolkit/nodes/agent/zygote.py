@@ -217,6 +217,7 @@ def _become(order: ForkOrder) -> None:
     for number in SIGNALS:  # last: the module installs its own first of all
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     reset_main_module()
+    sys.modules.pop(module, None)  # which is run a second time, as `__main__`; runpy would warn of it
     try:
         runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # what `python -m` itself calls
         code = 0

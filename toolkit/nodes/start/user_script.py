@@ -89,7 +89,11 @@ def main(run: RunDir) -> None:
     try:
         os.execvpe(command[0], command, environ)
     except OSError as error:
-        sys.exit(f"toolkit exec: {command[0]}: cannot be started on {place.host}: {error.strerror}")
+        # A mistyped name. What an earlier attempt has started is missing on this node alone, and is tried elsewhere.
+        kind = RequestError if attempt == 1 else ToolkitError
+        failure = kind(f"{command[0]}: cannot be started on {place.host}: {error.strerror}")
+        error_file.write(failure, place.rank)
+        sys.exit(f"toolkit exec: {failure}")
 
 
 def restore_import_path(environ: dict[str, str], code: Path) -> dict[str, str]:

@@ -152,13 +152,17 @@ def test_an_import_path_that_was_ours_alone_is_gone(run: RunDir, paths: str) -> 
     assert user_script.restore_import_path(environ, run.code) == {"HOME": "/h"}
 
 
-def test_a_command_that_is_not_there_is_one_line_that_names_it_and_the_host(run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_command_that_is_not_there_is_one_line_that_names_it_and_the_host(
+    run: RunDir, tmp_path: Path, attempt: int
+) -> None:
     write_command(run, ["no-such-program", "x.py"])
-    with rank(run, environment(run), tmp_path) as process:
+    with rank(run, {**environment(run), "TOOLKIT_ATTEMPT": str(attempt)}, tmp_path) as process:
         _, err = process.communicate(timeout=PATIENCE * 60)
     assert process.returncode == 1
     (line,) = err.splitlines()
     assert "no-such-program: cannot be started on node2: No such file or directory" in line
+    assert read_error_file(run.error_file(attempt, 4)).comes_again is (attempt == 1), "a typing error, or the node"
 
 
 def test_a_run_that_has_no_command_says_where_it_should_come_from(tmp_path: Path) -> None:
