@@ -73,7 +73,7 @@ def a_meeting(outer: str) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spmd, "build", lambda self, *_: setattr(self, "_model", nn.Linear(1, 1)))
         made.build(nn.Module, NOBODY, criterion_objective(cross_entropy), None)
-    return made._meeting
+    return vars(made)["_meeting"]
 
 
 def a_loader(**words: str) -> object:

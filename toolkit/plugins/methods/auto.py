@@ -32,7 +32,7 @@ from toolkit.strategies.layouts import Layout, make_on_meta
 from toolkit.strategies.models import blocks
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.priming import same_randomness
-from toolkit.strategies.protocol import ModelFactory, OptimizerFactory
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, Strategy
 from toolkit.strategies.spmd import Spmd
 
 #: The part of a device's memory that is left to activations, buffers of messages and what the libraries take.
@@ -175,6 +175,6 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
     return this_node.total_memory_bytes() // ranks
 
 
-def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Auto:
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     """Return the strategy; its model is not built yet."""
     return Auto(session, lambda name: build_layout(name, config, session, train), train)

@@ -35,7 +35,7 @@ from toolkit.ranks.state import Entry, PerRank, Replicated
 from toolkit.strategies import build_layout, layout_options
 from toolkit.strategies.layouts import Layout, LocalReplica
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, refuse_learnt, total_weight
-from toolkit.strategies.protocol import REPLICA, ModelFactory, OptimizerFactory, StepOutput
+from toolkit.strategies.protocol import REPLICA, ModelFactory, OptimizerFactory, StepOutput, Strategy
 from toolkit.strategies.spmd import Spmd
 
 #: Slots that count steps. They are equal on all ranks, and a mean would round them.
@@ -314,7 +314,7 @@ class LocalSgd(Spmd):
         return sum(weight.nbytes for weight in self._weights.values())
 
 
-def build(config: StrategyConfig, session: Session, train: TrainConfig) -> LocalSgd:
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     """Return the strategy; its model is not built yet."""
     local: LocalSgdConfig = config.local_sgd
     if local.after_steps:

@@ -70,7 +70,7 @@ from toolkit.strategies.priming import (
     rng_fingerprint,
     same_randomness,
 )
-from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, SynchronousStrategy
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, Strategy, SynchronousStrategy
 from toolkit.strategies.update import OptimizerWrapper
 
 log = logs.get(__name__)
@@ -348,7 +348,7 @@ def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tens
     return args[0]
 
 
-def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Pipeline:
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     """Return the strategy; its model is not built yet."""
     refuse_gloo_on_gpus(config.name, session)
     return Pipeline(session, config, train)

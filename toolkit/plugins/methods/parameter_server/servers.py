@@ -42,7 +42,7 @@ from toolkit.strategies.objective import (
     weights_of,
 )
 from toolkit.strategies.priming import params_without_grad, priming, shareable, unused_message
-from toolkit.strategies.protocol import StepOutput
+from toolkit.strategies.protocol import StepOutput, Strategy
 from toolkit.strategies.update import weights_and_buffers
 
 
@@ -303,7 +303,7 @@ def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
     return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 
-def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncServer | AsyncServer | Worker:
+def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     """Return this rank's side of it. Raises ConfigError if there would be no worker."""
     chosen: ParameterServerConfig = config.parameter_server
     if chosen.servers >= session.world_size:
