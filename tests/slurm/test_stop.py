@@ -659,7 +659,8 @@ def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> 
     again = lambda: site.box.job(job)["Restarts"] == "1" and site.box.job(job)["JobState"] == "RUNNING"  # noqa: E731
     wait_for(again, END_S, "the job to start again")
     output = site.folder / f"slurm-{job}.out"
-    wait_for(lambda: "owner.json: cannot be written" in output.read_text(), START_S, "a start on the full disk")
+    wait_for(lambda: "cannot be written: [Errno 28]" in output.read_text(), START_S, "a start on the full disk")
+    assert "Traceback" not in output.read_text()
     site.box.run(["rm", f"{site.runs}/filler"], node="node1")
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
     result = json.loads(read("result.json"))

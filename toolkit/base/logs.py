@@ -54,6 +54,7 @@ def get(name: str) -> logging.Logger:
 
 def add_file(path: Path) -> None:
     """Append the log to a private file as well, with full dates."""
+    logging.raiseExceptions = False  # else each line that a full disk refuses puts a traceback into the job's output
     fd = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     handler = logging.StreamHandler(os.fdopen(fd, "a", buffering=1))
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))

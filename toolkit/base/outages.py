@@ -41,12 +41,12 @@ def retry_write(write: Callable[[], T], path: Path, doing: str = "written") -> T
 
     ``doing`` is what cannot be done, for the log.
     """
-    deadline = time.monotonic() + limits().give_up_after_s
+    deadline, warnings = time.monotonic() + limits().give_up_after_s, logs.RateLimitedWarnings(log)
     while True:
         try:
             return write()
         except OSError as error:
-            log.error("%s: cannot be %s: %s", path, doing, error)
+            warnings.warn("%s: cannot be %s: %s", path, doing, error)
             if time.monotonic() >= deadline:
                 raise
         time.sleep(limits().retry_every_s)
