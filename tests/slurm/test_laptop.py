@@ -62,6 +62,8 @@ def test_an_unchanged_script_is_run_on_a_cluster_from_a_laptop(node: LoginNode, 
     following = node.popen("--on", "login", "exec", *size, "--name", "day", "--follow", "--", "python", "train.py")
     with following:
         wait_for(lambda: any(node.home.glob("toolkit/*/last.txt")), END_S, "the script's first checkpoint")
+        line = next(line for line in following.stdout if line.startswith("step "))
+        assert int((node.there / "last.txt").read_text()) < int(line.split()[1]) + 200, "shown as it is printed"
         (seen,) = json.loads(node("--on", "login", "status", "--json"))
         assert seen["state"] == "running"
         (job,) = site.box.run(["squeue", "--noheader", f"--user={USER}", "--format=%i"]).stdout.split()

@@ -34,16 +34,16 @@ def follow(run: Run, console: Console) -> None:
     output = _Output(run.dir)
     # Only a terminal can show the bar. Logs and CI get a line each time the epoch or the state changes.
     if not console.is_terminal or console.is_dumb_terminal:  # which cannot draw a line anew
-        last, bar = "", OneLine(BAR_S)
+        last, bar, show = "", OneLine(BAR_S), partial(print, flush=True)
         for status in run.statuses():
             polling.mark_viewer(run.dir)
-            output.show(print)  # first what was printed before the state changed
+            output.show(show)  # first what was printed before the state changed
             bar.draw(output.bar)
             line = describe(status)
             if line != last:
-                print(f"  {line}  {metrics_text(status.shown, '~' * status.is_guess)}".rstrip(), flush=True)
+                show(f"  {line}  {metrics_text(status.shown, '~' * status.is_guess)}".rstrip())
                 last = line
-        output.show(print, is_last=True)
+        output.show(show, is_last=True)
         return
     with _bar(console) as progress:
         task = progress.add_task("queued", total=None, figures="", clock="")
