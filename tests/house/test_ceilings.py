@@ -15,18 +15,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_204,  # 6 more: a program that cannot be started ends its run after one attempt
+    "lines of toolkit/": 71_207,  # 3 more: environments are not copied
     "files of toolkit/": 371,
     "classes of toolkit/": 694,
     "functions of toolkit/": 4_807,
-    "lines of the core": 46_960,  # 6 more, for the same
+    "lines of the core": 46_963,  # 3 more, for the same
     "files of the core": 247,
     "lines of plugins": 24_244,  # 28 more, for the same
     "files of plugins": 124,
     "hooks": 0,
-    "lines of tests/": 85_462,  # 8 more: the same, and a page that is zoomed while its run goes on
+    "lines of tests/": 85_468,  # 6 more: the same, and a page that is zoomed while its run goes on
     "tests' setattr of a constant": 0,
-    "words of docs": 49_864,
+    "words of docs": 49_947,  # 83 more: where a newcomer from a laptop stumbled
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

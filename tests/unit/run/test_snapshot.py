@@ -66,6 +66,10 @@ def test_a_core_dump_is_no_source_whatever_its_size(project: Path, tmp_path: Pat
 def test_without_git_every_file_outside_known_folders_is_copied(project: Path, tmp_path: Path) -> None:
     (project / ".venv").mkdir()
     (project / ".venv/x").write_text("x")
+    (project / "env/conda-meta").mkdir(parents=True)
+    (project / "jobs/py311/bin").mkdir(parents=True)
+    for path in ("env/bin", "jobs/py311/pyvenv.cfg", "jobs/py311/bin/x"):
+        (project / path).touch()
     snapshot.take(project, tmp_path / "run/code")
     copied = {str(p.relative_to(tmp_path / "run/code")) for p in (tmp_path / "run/code").rglob("*") if p.is_file()}
     assert copied == {"jobs/a.py", "run.sh", ".gitignore", "weights.bin", "SNAPSHOT.json"}

@@ -397,9 +397,12 @@ def _names_by_git(folder: Path) -> Iterable[str]:
 
 
 def _walk(top: Path, skipped_at_top: Set[str]) -> Iterator[str]:
-    """Yield the files and links below ``top``, except in build folders."""
+    """Yield the files and links below ``top``, except in build folders and Python environments."""
     for folder, folders, files in os.walk(top):
         here = Path(folder)
+        if here != top and ("pyvenv.cfg" in files or "conda-meta" in folders):
+            folders.clear()
+            continue
         skipped = skipped_at_top if here == top else SKIPPED_DIRS
         links = [name for name in folders if (here / name).is_symlink()]
         # os.walk continues with the folders that are left in its list.
