@@ -15,16 +15,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_207,  # 3 more: environments are not copied
+    "lines of toolkit/": 71_212,  # 5 more: no false warning where a file of metrics was cut and has grown again
     "files of toolkit/": 371,
     "classes of toolkit/": 694,
     "functions of toolkit/": 4_807,
-    "lines of the core": 46_963,  # 3 more, for the same
+    "lines of the core": 46_965,  # 2 more, for the same
     "files of the core": 247,
-    "lines of plugins": 24_244,  # 28 more, for the same
+    "lines of plugins": 24_247,  # 3 more, for the same
     "files of plugins": 124,
     "hooks": 0,
-    "lines of tests/": 85_468,  # 6 more: the same, and a page that is zoomed while its run goes on
+    "lines of tests/": 85_471,  # 3 more, for the same
     "tests' setattr of a constant": 0,
     "words of docs": 49_947,  # 83 more: where a newcomer from a laptop stumbled
 }

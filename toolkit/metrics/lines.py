@@ -33,7 +33,7 @@ def path_of(run: RunDir) -> Path:
 
 
 def read(path: Path, start: int = 0) -> Iterator[MetricsLine]:
-    """Yield the lines of ``path`` from byte ``start`` on. A missing file has none.
+    """Yield the lines of ``path`` from byte ``start`` on: none of a missing file, or where no line begins there.
 
     A line that cannot be read is left out with a warning. A last line that is still being written is left out silently.
     """
@@ -45,7 +45,9 @@ def read(path: Path, start: int = 0) -> Iterator[MetricsLine]:
         records.warn_once(f"{path} cannot be read: {error.strerror or error}")
         return
     with file:
-        file.seek(start)
+        file.seek(max(start - 1, 0))
+        if start and file.read(1) != b"\n":
+            return
         end, left_out = start, 0
         while raw := file.readline(fsio.MOST_BYTES):
             end += len(raw)

@@ -355,7 +355,9 @@ def test_a_growing_file_is_read_on_from_where_it_ended(fresh: RunDir) -> None:
 
 
 @pytest.mark.parametrize("again", [20, 300])
-def test_steps_that_an_attempt_makes_again_replace_those_before_them(fresh: RunDir, again: int) -> None:
+def test_steps_that_an_attempt_makes_again_replace_those_before_them(
+    fresh: RunDir, caplog: pytest.LogCaptureFixture, again: int
+) -> None:
     path = fresh.tensorboard / "metrics.jsonl"
     sink = JsonlSink(path, None)
     for step in range(1, 201):
@@ -370,6 +372,7 @@ def test_steps_that_an_attempt_makes_again_replace_those_before_them(fresh: RunD
     curve = reader.read()["train/loss"]
     assert (curve.count, curve.last_step) == (again, again)
     assert curve.summary()["greatest"] == (6, 2.0)
+    assert caplog.messages == []
 
 
 def test_a_long_file_is_read_in_pieces_of_time(fresh: RunDir) -> None:
