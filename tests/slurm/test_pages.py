@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(1)]
 #: Benches run at their smallest size in tests/dist/test_bench.py.
 ELSEWHERE = re.compile(
     r"pip install|make (check|coverage|test|docs|box|bench|gpu|soak)|tests\.(scale|bench)|\bRUN\b"
-    r"|toolkit (stacks|profile|watch|sync|serve) |--on login\."  # test_laptop.py has the way from a laptop
+    r"|toolkit (stacks|profile|watch|upload|serve) |--on login\."  # test_laptop.py has the way from a laptop
 )
 #: A box has four nodes of two CPUs, no GPU, and no partition of that name.
 FITTED = [
