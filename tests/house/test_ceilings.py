@@ -24,7 +24,7 @@ CEILINGS = {
     "lines of plugins": 24_247,  # 3 more, for the same
     "files of plugins": 124,
     "hooks": 0,
-    "lines of tests/": 85_471,  # 3 more, for the same
+    "lines of tests/": 85_486,  # 15 more: a page's command that is shown with an error must end with it
     "tests' setattr of a constant": 0,
     "words of docs": 49_947,  # 83 more: where a newcomer from a laptop stumbled
 }
