@@ -26,7 +26,7 @@ CEILINGS = {
     "hooks": 0,
     "lines of tests/": 85_486,  # 15 more: a page's command that is shown with an error must end with it
     "tests' setattr of a constant": 0,
-    "words of docs": 49_949,  # 2 more: where a newcomer from a laptop stumbled
+    "words of docs": 49_970,  # 21 more: sentences that had to be read twice
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")
