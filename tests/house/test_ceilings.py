@@ -15,18 +15,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CEILINGS = {
-    "lines of toolkit/": 71_212,  # 5 more: no false warning where a file of metrics was cut and has grown again
+    "lines of toolkit/": 71_213,  # 1 more: a run's page can be opened in the first second of the server
     "files of toolkit/": 371,
     "classes of toolkit/": 694,
     "functions of toolkit/": 4_807,
     "lines of the core": 46_965,  # 2 more, for the same
     "files of the core": 247,
-    "lines of plugins": 24_247,  # 3 more, for the same
+    "lines of plugins": 24_248,  # 1 more, for the same
     "files of plugins": 124,
     "hooks": 0,
-    "lines of tests/": 85_486,  # 15 more: a page's command that is shown with an error must end with it
+    "lines of tests/": 85_490,  # 4 more: a replaced optimizer may end the saves before a kill
     "tests' setattr of a constant": 0,
-    "words of docs": 49_970,  # 21 more: sentences that had to be read twice
+    "words of docs": 49_944,
 }
 #: How one part would be asked for by a name, past every reader and type checker.
 HOOKS = re.compile(r"\"hooks\"|registry\.ask|registry\.call|Guarded")

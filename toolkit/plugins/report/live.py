@@ -82,7 +82,7 @@ class LiveRuns:
         self._args = args
         self._ask = SlurmBackoff(queue)
         self._lock = Lock()
-        self._listed_at = float("-inf")
+        self._listed_at = self._searched_at = float("-inf")  #: at all, and for a run that was not there
         self._runs: dict[str, RunDir] = {}
         self._entries: list[RunDir | SweepDir] = []
         self._points: set[str] = set()
@@ -95,9 +95,10 @@ class LiveRuns:
         """Return the run of ``name/id``. It is looked up in the listing: no path is made of what a browser sends."""
         with self._lock:
             self._list()
-            run, age_s = self._runs.get(title), time.monotonic() - self._listed_at
-            if (run is None or not os.path.isdir(run.path)) and age_s > 1:  # noqa: PTH112  # Path's own may raise
-                self._listed_at = float("-inf")  # it was submitted or removed since
+            run, now = self._runs.get(title), time.monotonic()
+            is_there = run is not None and os.path.isdir(run.path)  # noqa: PTH112  # Path's own may raise
+            if title and not is_there and now - self._searched_at > 1:
+                self._listed_at, self._searched_at = float("-inf"), now  # it was submitted or removed since
                 self._list()
             return self._runs.get(title)
 
